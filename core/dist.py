@@ -54,6 +54,13 @@ def all_reduce(tensor: Tensor, maximum: bool = False) -> Tensor:
     return tensor
 
 
+def of_last_rank(tensor: Tensor) -> Tensor:
+    """The last rank's, which computes the last micro-batch, on every rank, in place."""
+    if dist.is_initialized():
+        dist.broadcast(tensor, dist.get_world_size() - 1)
+    return tensor
+
+
 class AgreedStop:
     """Whether all ranks stop, because any one of them got a signal. Every rank calls agree() after each update. With
     several ranks `agreed` is about the call LAG calls earlier: that exchange has ended by now, so no rank waits."""

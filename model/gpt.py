@@ -113,15 +113,11 @@ class LpNorm(QKNorm):
         super().__init__(options, head_dim, n_head)
         self.learned = options.p == "learned"
         if isinstance(options.p, str):
-            self.raw_p = nn.Parameter(torch.empty(n_head))
+            self.raw_p = self.new_parameter(n_head, math.log(math.e - 1))
         else:
             self.fixed_p = options.p
             p_tensor = torch.tensor(options.p, device="cpu") if math.isfinite(options.p) else None
             self.register_buffer("p_tensor", p_tensor, persistent=False)
-
-    def init_weights(self) -> None:
-        if self.learned:
-            nn.init.constant_(self.raw_p, math.log(math.e - 1))
 
     @property
     def p(self) -> float | Tensor:
@@ -312,7 +308,7 @@ class GroupedQueryAttention(CausalAttention):
     #   qk_norm=             q_norm, k_norm, query_factor (alpha of the Lp norm), after_rope (nGPT)
     #   logits=              scale_queries (SSMax), attend (soft cap)
     #   softmax=             attend (sink)
-    #   output=              transform_values (value norm), output (gate)
+    #   output=              transform_values (value norm), output (gate; with the values: XSA)
     #   qk_clip=, diagnose() observe
     def forward(self, x: Tensor, rope: Rope | None, cache: KVCache | None = None, pos: int = 0) -> Tensor:
         B, T, _ = x.shape
@@ -332,7 +328,8 @@ class GroupedQueryAttention(CausalAttention):
             cache.v[:, :, pos : pos + T] = v
             if pos > 0:  # at pos 0, k and v are the whole context
                 k, v = cache.k[:, :, : pos + T], cache.v[:, :, : pos + T]  # (B, nkv, S, hs)
-        y = self.output(self.attend(q, k, v, self.logit_scale.softmax_scale), x)  # (B, nh, T, hs)
+        y = self.attend(q, k, v, self.logit_scale.softmax_scale)  # (B, nh, T, hs)
+        y = self.output(y, x, v) if self.output.takes_values else self.output(y, x)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
 
     @torch.no_grad()

@@ -32,6 +32,7 @@ class Linear(nn.Linear):
 
     def __init__(self, n_in: int, n_out: int, bias: bool, device: str | None = None):
         super().__init__(n_in, n_out, bias=bias, device=device)
+        self.split_sizes = [n_out]
         self.reparam: nn.Module | None = None
 
     def reset_parameters(self) -> None:
@@ -52,7 +53,7 @@ class Embedding(nn.Embedding):
 
 
 class FusedLinear(Linear):
-    """Several projections of one input in one matrix. `split_sizes` are their row counts."""
+    """Several projections of one input in one matrix. `split_sizes` are their row counts; a Linear has one."""
 
     def __init__(self, n_in: int, split_sizes: list[int], bias: bool):
         super().__init__(n_in, sum(split_sizes), bias=bias)

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from core.plugins import Slot, add_options
 from core.schema import (
     FREE,
+    LARGEST,
     POSITIVE,
     AtLeast,
     BeforeItExisted,
@@ -59,7 +60,7 @@ class VariantOptions:
     """What every attention layout and every variant of a slot has."""
 
     slot: ClassVar[Slot]
-    labelled_by_name: ClassVar[bool] = False  # whether a run's name says the variant's name alone
+    labelled_by_name: ClassVar[bool] = False  # a run's name says the variant's name, and what came later and is in use
     name: str
 
     def check_fit(self, config: "GPTConfig") -> None:
@@ -68,9 +69,11 @@ class VariantOptions:
     @property
     def label(self) -> str:
         """What a run's name says of it. Unless a class says it shorter, every option with its value: power_q0.5."""
-        if self.labelled_by_name:
-            return self.name
-        values = {key: getattr(self, key) for key in declared(type(self)) if key != "name"}
+        values = {}
+        for key, setting in declared(type(self)).items():
+            value, before = getattr(self, key), setting.one(BeforeItExisted)
+            if key != "name" and (not self.labelled_by_name if before is None else value != before.value):
+                values[key] = value
         shown = {key: format(v, "g") if isinstance(v, float) else show(v) for key, v in values.items()}
         return "_".join([self.name, *(re.sub(r"[^\w.+-]", "", key + text) for key, text in shown.items())])
 
@@ -223,6 +226,9 @@ class WholeRMSNormOptions(RMSNormOptions):
     """RMSNorm over all heads together, a gain for each channel of each (OLMo 2)"""
 
     name: str = "rms_whole"
+    gain: Annotated[
+        Literal["channel", "layer"], BeforeItExisted("channel"), Help("one a channel of each head, or one a layer")
+    ] = "channel"
 
 
 @options
@@ -251,16 +257,27 @@ class SoftcapOptions(LogitsOptions):
 
 @options
 class SSMaxOptions(LogitsOptions):
-    """Scalable softmax: logits times s log n for n visible keys, s learned, one a head"""
+    """Scalable softmax: logits times s (log n)^power for n visible keys, s learned, one a head"""
 
     name: str = "ssmax"
     s_init: Annotated[
-        float | None, POSITIVE, Help("where s starts; null: s log n is 1 on average over the context")
+        float | None, POSITIVE, Help("where s starts; null: s (log n)^power is 1 on average over the context")
     ] = None
+    power: Annotated[float, Between(0, 8, "(]"), BeforeItExisted(1.0), Help("of log n")] = 1.0
 
     @property
     def label(self) -> str:
-        return self.name if self.s_init is None else f"{self.name}_s{self.s_init:g}"
+        start = "" if self.s_init is None else f"_s{self.s_init:g}"
+        return f"{self.name}{start}" if self.power == 1 else f"{self.name}{start}_power{self.power:g}"
+
+
+@options
+class GainOptions(LogitsOptions):
+    """QK gain: logits times g, usually over a QK norm (marin 5373; parameter-golf)"""
+
+    name: str = "gain"
+    g: Annotated[float, POSITIVE, Help("the factor, or where a learned one starts")] = 2.0
+    learned: Annotated[Literal["head", "layer"] | None, Help("one a head, or a layer; null: g is fixed")] = None
 
 
 @options
@@ -301,11 +318,41 @@ class GateOptions(OutputOptions):
 
 @options
 class ValueNormOptions(OutputOptions):
-    """RMSNorm of the values of each head, without a gain (Gemma 3n)"""
+    """RMSNorm of the values of each head (Gemma 3n: without a gain; HybridNorm: with a learned one)"""
 
     labelled_by_name = True
     name: str = "value_norm"
     eps: Annotated[float, POSITIVE, Help("added to the mean square")] = 1e-6
+    gain: Annotated[
+        float | Literal["untouched", "learned", "learned_head"] | None,
+        Rule(lambda g: isinstance(g, str) or 0 < g <= LARGEST, f"must be > 0 and at most {LARGEST:g}, or a word"),
+        BeforeItExisted(None),
+        Help("null: none; untouched: the size of values at the start. learned: one a channel, or a head, from there"),
+    ] = None
+
+
+@options
+class OutputNormOptions(OutputOptions):
+    """RMSNorm of each head's output (marin 5854)"""
+
+    labelled_by_name = True
+    name: str = "output_norm"
+    eps: Annotated[float, POSITIVE, Help("added to the mean square")] = 1e-6
+    gain: Annotated[bool, BeforeItExisted(True), Help("learned, a number for each channel of each head")] = True
+
+
+@options
+class XSAOptions(OutputOptions):
+    """Exclusive self attention: each token's output without its part along the token's own value"""
+
+    name: str = "xsa"
+
+
+@options
+class AffineOptions(OutputOptions):
+    """Affine-scaled attention: (a(x) softmax + b(x)) v, a and b of each head and token"""
+
+    name: str = "affine"
 
 
 @options
@@ -329,6 +376,14 @@ class QuackOptions(WeightsOptions):
 
     name: str = "quack"
     tau: Annotated[float, POSITIVE, Help("their learning rate at the start, over that of the other weights")] = 1.0
+
+
+@options
+class SpectralCapOptions(WeightsOptions):
+    """After each update the largest singular value of a block's matrices is at most c sqrt(rows / columns)"""
+
+    name: str = "spectral_cap"
+    c: Annotated[float, POSITIVE, Help("of queries, keys and values each; a matrix above it is scaled down")] = 1.0
 
 
 @options
@@ -362,10 +417,10 @@ for ours in (
     MHAOptions, GQAOptions, MLAOptions,
     NoNormOptions, LpNormOptions, RMSNormOptions, LayerNormOptions,
     ScaledRMSNormOptions, WholeRMSNormOptions, NGPTNormOptions,
-    LogitsOptions, SoftcapOptions, SSMaxOptions,
+    LogitsOptions, SoftcapOptions, SSMaxOptions, GainOptions,
     SoftmaxOptions, SinkOptions,
-    OutputOptions, GateOptions, ValueNormOptions,
-    WeightsOptions, SigmaReparamOptions, QuackOptions,
+    OutputOptions, GateOptions, ValueNormOptions, OutputNormOptions, XSAOptions, AffineOptions,
+    WeightsOptions, SigmaReparamOptions, QuackOptions, SpectralCapOptions,
 ):  # fmt: skip
     add_options(ours.slot.options, ours)
 

@@ -41,6 +41,19 @@ class Variant(LateInit):
     def __init__(self, options: Any, *_: Any):
         super().__init__()
         self.options = options
+        self.starts: list[tuple[nn.Parameter, float]] = []
+
+    def new_parameter(self, n: int, start: float) -> nn.Parameter:
+        """A vector of n numbers that begin at `start`."""
+        self.starts.append((nn.Parameter(torch.empty(n)), start))
+        return self.starts[-1][0]
+
+    def init_weights(self) -> None:
+        for parameter, start in self.starts:
+            nn.init.constant_(parameter, start)
+
+    def after_update(self) -> None:
+        """Called without gradients after every update, also after one that was skipped because it was not finite."""
 
 
 class QKNorm(Variant):
@@ -61,6 +74,7 @@ class QKNorm(Variant):
         self.gain: nn.Parameter | None = None
 
     def init_weights(self) -> None:
+        super().init_weights()
         if self.gain is not None:
             nn.init.ones_(self.gain)
 
@@ -69,9 +83,9 @@ class QKNorm(Variant):
 
     @property
     def head_gain(self) -> Tensor | None:
-        """(hs,), or (nh, 1, hs) where each head has its own."""
+        """(hs,), or (nh, 1, hs) where each head has its own, or (1,)."""
         gain = self.gain
-        if gain is None or gain.numel() == self.head_dim:
+        if gain is None or gain.numel() in (1, self.head_dim):
             return gain
         return gain.view(self.n_head, 1, self.head_dim)
 
@@ -120,8 +134,11 @@ class Output(Variant):
     """What is done to values (B, nkv, T, hs; not in MLA, which decodes without them), and by forward(y, x) to
     attention's output y (B, nh, T, dv).
 
-    x (B, T, C) is the layer's input.
+    x (B, T, C) is the layer's input. With takes_values = True it is forward(y, x, v): v (B, nkv, S, hs) are the values
+    of all S visible positions, transformed, x's own last. Only layouts whose cache holds values have them.
     """
+
+    takes_values = False
 
     def transform_values(self, v: Tensor) -> Tensor:
         return v
@@ -136,9 +153,6 @@ class Weights(Variant):
     def update_factors(self) -> list[tuple[Tensor, Tensor]]:
         """Rows of weights (a view), each with the factor of their learning rate in the next update."""
         return []
-
-    def after_update(self) -> None:
-        """Called after every update, also after one that was skipped because it was not finite."""
 
     def restart(self) -> None:
         """The block begins a run with weights that were loaded (init_from=)."""
@@ -165,6 +179,9 @@ def require_fit(attention: Any, config: GPTConfig) -> None:
             require(len(shape) == 4 and shape[-1] == 1, told)
     normed = config.qk_norm.name == "none" or hasattr(attention, "q_norm")
     require(normed, f"qk_norm={config.qk_norm.name}: {layout} has no q_norm")
+    reads = getattr(getattr(attention, "output", None), "takes_values", False)
+    told = f"output={config.output.name} needs attention=mha or gqa: {layout} caches no values"
+    require(not reads or attention.caches_keys, told)
     for group, one in config.variants.items():
         has = group == "weights" or hasattr(attention, group)
         require(has, f"{group}={one.name}: {layout} does not call fill_slots()")

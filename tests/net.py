@@ -54,6 +54,8 @@ OTHERS = """model.mlp=swiglu | model.bias=true | model.tied=false | model.norm=r
     | qk_norm=lp qk_norm.p=3 qk_norm.alpha_init=matched qk_norm.alpha_map=linear
     | logits=softcap logits.cap=0.1 | logits=ssmax | softmax=sink | output=gate | output=value_norm
     | weights=sigma_reparam | weights=quack | qk_norm=ngpt | qk_norm=rms_whole | qk_norm=rms_scaled
+    | logits=gain logits.learned=head output=value_norm output.gain=learned | output=xsa weights=spectral_cap
+    | logits=ssmax logits.power=0.5 output=affine | qk_norm=rms_whole qk_norm.gain=layer output=output_norm
     | fault=no_mask | fault=unshifted_labels | fault=padding_in_mean | fault=repeated_batches
     | fault=loss_over_accumulation gradient_accumulation_steps=2"""
 ROWS = "num_samples=64 temperature=1"  # thousands of tokens: logits that are 0.1 % off change some of them

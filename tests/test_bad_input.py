@@ -192,6 +192,8 @@ TRAIN: dict[str, list[str]] = {
     "fault=loss_over_accumulation": ["fault=loss_over_accumulation needs gradient_accumulation_steps > 1"],
     "fault.name=no_loss": ["fault.name=no_loss", "none, no_mask"],
     "model=mla_nano output=value_norm": ["output=value_norm needs attention=mha or gqa: MLA decodes"],
+    "model=mla_nano output=xsa": ["output=xsa needs attention=mha or gqa: attention=mla caches no values"],
+    "output=value_norm output.gain=0.0": ["output.gain=0.0 must be > 0 and at most 1e+30, or a word"],
     "model=mla_nano attention.qk_norm_layout=unified qk_norm=rms_whole": ["qk_norm_layout=blockwise: its gains differ"],
     "weights=sigma_reparam qk_clip=clip": ["qk_clip=clip: weights=sigma_reparam undoes"],
     "logits=softcap fault=no_mask": ["fault=no_mask replaces the whole softmax"],

@@ -36,7 +36,8 @@ ROPE = {**SETTINGS["model"], "norm": "rmsnorm", "position": "rope", "rope_theta"
 GQA = {"model": ROPE, "attention": {"name": "gqa", "n_kv_head": 1}}
 MUON = {"optim": {"name": "muon"}}
 LINEAR, WSD = ({"schedule": {"name": name, "warmup_iters": 1, "lr_decay_iters": 6}} for name in ("linear", "wsd"))
-WITH_BUFFERS = ("quack", "sigma_reparam", "all")  # the other contestants have parameters alone: test_optim.py
+# The other contestants have parameters alone: test_optim.py
+WITH_BUFFERS = ("quack", "sigma_reparam", "all", "affine+spectral_cap")
 RECIPES: dict[str, dict[str, Any]] = {
     **{name: {"qk_norm": asdict(QK_NORM_VARIANTS[name])} for name in ("none", "rms", "lp_learned")},
     "wsd": WSD,

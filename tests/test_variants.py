@@ -20,10 +20,11 @@ from data.options import TextFileOptions
 from model import ops
 from model.gpt import GPT, rotate
 from model.hf import architecture_of
-from model.linear import FusedLinear
-from model.options import RMSNormOptions, SinkOptions
+from model.linear import Linear
+from model.options import RMSNormOptions, SinkOptions, SpectralCapOptions
+from model.variants.spectral_cap import spectral_norm_bound
 from training.checks import start_up_checks
-from training.config import TrainConfig, load_config
+from training.config import AdamWOptions, MuonOptions, TrainConfig, load_config
 from training.optim import Optimizer
 from training.session import setup
 from training.updates import applying_weights_variant
@@ -43,14 +44,6 @@ def hidden(dtype: torch.dtype = torch.float64) -> Tensor:
 
 def rms(x: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-
-
-def attended(logits: Tensor, v: Tensor, attn: Any, extra: Tensor | float | None = None) -> Tensor:
-    """The layer's output for visible `logits` (B, nh, T, T); extra: a further logit of each head's denominator."""
-    weights = (logits + CAUSAL).exp()
-    total = weights.sum(-1, keepdim=True) + (0 if extra is None else torch.as_tensor(extra).exp())
-    y = (weights / total) @ v.repeat_interleave(nh // v.size(1), 1)
-    return y.transpose(1, 2).flatten(2) @ attn.c_proj.weight.T
 
 
 def hugging_faces(kind: str) -> Any:
@@ -113,53 +106,83 @@ def test_a_layer_computes_what_hugging_faces_does(kind: str) -> None:
 # Formulas
 
 
-def expected(name: str, attn: Any, x: Tensor, rope: Any) -> Tensor:
-    """The layer's output by the contestant's paper."""
+def expected(config: Any, attn: Any, x: Tensor, rope: Any) -> Tensor:
+    """The layer's output by the papers of its variants."""
     parts = (x @ attn.c_attn.weight.T).split(attn.c_attn.split_sizes, -1)
     q, k, v = (part.unflatten(-1, (-1, hs)).transpose(1, 2) for part in parts)  # (B, nh or nkv, T, hs), as projected
-    group = nh // k.size(1)
-    turned = [rotate(part, rope) for part in (q, k.repeat_interleave(group, 1))]
-    logits = turned[0] @ turned[1].mT / math.sqrt(hs)
-    if name == "rms_scaled":  # after RoPE
-        return attended(1.2**2 * rms(turned[0]) @ rms(turned[1]).mT / math.sqrt(hs), v, attn)
-    if name == "ngpt":  # after RoPE; both sides times s_qk, logits times sqrt(hs)
+    if config.qk_norm.name == "rms":
+        q, k = attn.q_norm.gain * rms(q), attn.k_norm.gain * rms(k)
+    if config.qk_norm.name == "rms_whole":  # one gain for the layer
+        q, k = (rms(part.transpose(1, 2).flatten(2)).view(B, T, -1, hs).transpose(1, 2) for part in (q, k))
+        q = attn.q_norm.gain * q
+    q, k, v = rotate(q, rope), *(part.repeat_interleave(nh // k.size(1), 1) for part in (rotate(k, rope), v))
+    if config.qk_norm.name == "rms_scaled":
+        q, k = config.qk_norm.gain * rms(q), config.qk_norm.gain * rms(k)
+    if config.qk_norm.name == "ngpt":  # both sides times s_qk, logits times sqrt(hs)
         s = 32 * attn.q_norm.raw.view(nh, 1, hs)
-        q, k = (s * part / part.norm(dim=-1, keepdim=True) for part in turned)
-        return attended(math.sqrt(hs) * q @ k.mT, v, attn)
-    if name == "ssmax":
-        n = torch.arange(1, T + 1)[:, None]
-        return attended(attn.logits.s.view(nh, 1, 1) * n.log() * logits, v, attn)
-    if name == "sink":
-        return attended(logits, v, attn, attn.softmax.logit.view(nh, 1, 1))
-    if name == "off_by_one":
-        return attended(logits, v, attn, 0.0)
-    if name == "value_norm":
-        return attended(logits, rms(v), attn)
-    if name == "softcap":
-        return attended(torch.tanh(logits), v, attn)
-    gate = torch.sigmoid(x @ attn.output.w.weight.T).unflatten(-1, (nh, -1))  # of heads
-    y = torch.softmax(logits + CAUSAL, -1) @ v.repeat_interleave(group, 1)
-    return (y.transpose(1, 2) * gate).flatten(2) @ attn.c_proj.weight.T
+        q, k = hs * s * q / q.norm(dim=-1, keepdim=True), s * k / k.norm(dim=-1, keepdim=True)
+    logits, n = q @ k.mT / math.sqrt(hs), torch.arange(1, T + 1)[:, None]
+    if config.logits.name == "ssmax":
+        logits = attn.logits.s.view(nh, 1, 1) * n.log() ** config.logits.power * logits
+    if config.logits.name == "softcap":
+        logits = torch.tanh(logits)
+    if config.logits.name == "gain":
+        logits = logits * (2 if config.logits.learned is None else attn.logits.g.view(-1, 1, 1))
+    weights, extra = (logits + CAUSAL).exp(), torch.tensor(0.0)
+    if config.softmax.name == "sink":  # a further logit of each head's denominator
+        extra = torch.ones(nh, 1, 1) if attn.softmax.logit is None else attn.softmax.logit.view(nh, 1, 1).exp()
+    weights = weights / (weights.sum(-1, keepdim=True) + extra)
+    if config.output.name == "affine":
+        alpha = (0.1 * x @ attn.output.w.weight.T + 0.5).clamp(0, 1).mT[..., None]
+        weights = (alpha * weights + (attn.output.average.view(nh, 1, 1) - alpha) / n).tril()
+    if config.output.name == "value_norm":
+        gain = {None: 1, "untouched": 0.02 * math.sqrt(C)}.get(config.output.gain, attn.output.gain)
+        if config.output.gain == "learned_head":
+            gain = gain.repeat_interleave(nh // len(gain)).view(nh, 1, 1)
+        v = gain * rms(v)
+    y = weights @ v
+    if config.output.name == "xsa":
+        y = y - (y * v).sum(-1, keepdim=True) * v / v.square().sum(-1, keepdim=True)
+    if config.output.name == "output_norm":
+        y = rms(y) * (attn.output.gain.view(nh, 1, hs) if config.output.gain else 1)
+    if config.output.name == "gate":
+        y = y * torch.sigmoid(x @ attn.output.w.weight.T).unflatten(-1, (nh, -1)).transpose(1, 2)
+    return y.transpose(1, 2).flatten(2) @ attn.c_proj.weight.T
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 6, 64])
-def test_ssmax_starts_as_the_plain_softmax_on_average_over_the_context(block_size: int) -> None:
-    ssmax = build(config_of("mha", "ssmax", block_size=block_size)).attentions[0].logits
+@pytest.mark.parametrize("name", ["ssmax", "ssmax_half+rms_whole_layer"])
+def test_ssmax_starts_as_the_plain_softmax_on_average_over_the_context(name: str, block_size: int) -> None:
+    ssmax = build(config_of("mha", name, block_size=block_size)).attentions[0].logits
     ssmax.init_weights()
-    factors = ssmax.scale_queries(torch.ones(1, nh, block_size, 1, dtype=torch.float64), 0)  # s log n
+    factors = ssmax.scale_queries(torch.ones(1, nh, block_size, 1, dtype=torch.float64), 0)  # s (log n)^power
     assert factors.mean().item() == pytest.approx(0 if block_size == 1 else 1)
 
 
-FORMULAS = ["rms_scaled", "ngpt", "ssmax", "sink", "off_by_one", "value_norm", "softcap", "gate_head", "gate_channel"]
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["value_norm_untouched", "value_norm_head", "gain_layer+value_norm_learned"])
+def test_values_with_a_gain_start_at_the_size_that_they_have_without_a_norm(name: str) -> None:
+    for width in (64, 256):
+        gpt = GPT(config_of("gqa", name, n_embd=width).gpt, 11)
+        gpt.init_weights(0)
+        x = torch.nn.functional.layer_norm(torch.randn(4, 16, width), (width,))
+        v = gpt.attentions[0].c_attn(x)[..., -2 * width // 4 :].unflatten(-1, (2, -1)).transpose(1, 2)
+        assert (gpt.attentions[0].output.transform_values(v).norm() / v.norm()).item() == pytest.approx(1, abs=0.05)
+
+
+WITHOUT_FORMULA = ("rms_whole", "sigma_reparam", "quack", "all")
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", [name for name in CONTESTANTS if name not in WITHOUT_FORMULA])
 @pytest.mark.parametrize("layout", ["mha", "gqa", "mqa"])
 def test_a_layer_computes_its_papers_formula(layout: str, name: str) -> None:
-    gpt, x = build(config_of(layout, name, **ROPE)), hidden()
+    config = config_of(layout, name, **ROPE)
+    gpt, x = build(config), hidden()
     attn, rope = gpt.attentions[0], rope_of(gpt)
-    torch.testing.assert_close(attn(x, rope), expected(name, attn, x, rope), rtol=1e-5, atol=1e-7)
+    for state in (p for p in attn.output.parameters() if not p.requires_grad):  # affine's moving average
+        state.uniform_(generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(attn(x, rope), expected(config, attn, x, rope), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.usefixtures("each_implementation")
@@ -236,8 +259,7 @@ def test_sigma_reparam_gives_every_projection_the_largest_singular_value_gamma(l
         linear.reparam.gamma.uniform_(0.5, 2)
         for _ in range(1000):
             linear.reparam.iterate()
-        sizes = linear.split_sizes if isinstance(linear, FusedLinear) else [linear.out_features]
-        for part, gamma in zip(linear.matrix().split(sizes), linear.reparam.gamma, strict=True):
+        for part, gamma in zip(linear.matrix().split(linear.split_sizes), linear.reparam.gamma, strict=True):
             assert torch.linalg.matrix_norm(part, 2).item() == pytest.approx(gamma.item(), rel=1e-3)
 
 
@@ -252,6 +274,59 @@ def test_sigma_reparam_has_the_gradient_of_gamma_w_over_its_norm() -> None:
     right = torch.autograd.grad(scaled, [linear.weight, linear.reparam.gamma], grad)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def update(model: GPT, config: TrainConfig) -> None:
+    optimizer = Optimizer(model, config)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    idx = random_tokens(4, 16)
+    model.train()(idx, idx)[1].backward()
+    with applying_weights_variant(model):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optim", [AdamWOptions(), MuonOptions()])
+@pytest.mark.parametrize("layout", ["gqa", "mla_q_rank"])
+def test_a_spectral_cap_divides_each_projection_by_what_it_exceeds_the_cap_by(layout: str, optim: Any) -> None:
+    """Against exact singular values; our bound of the largest of n is at most n^(1/256) times it."""
+    plain = replace(config_of(layout, "none", **ROPE), optim=optim)
+    capped = replace(plain, weights=SpectralCapOptions(c=2.0))
+    models = [build(config, dtype=torch.float32) for config in (plain, capped)]
+    for model in models:
+        update(model, capped)
+    linears = [[m for m in gpt.transformer.h.modules() if isinstance(m, Linear)] for gpt in models]
+    above = []
+    for before, after in zip(*linears, strict=True):
+        for w, found in zip(*(m.weight.detach().split(m.split_sizes) for m in (before, after)), strict=True):
+            cap = 2.0 * math.sqrt(len(w) / w.size(1))
+            above.append(bool(torch.linalg.matrix_norm(w, 2) > 1.03 * cap))
+            assert torch.linalg.matrix_norm(found, 2) <= cap * (1 + 1e-5)
+            torch.testing.assert_close(found, w / max(1, torch.linalg.matrix_norm(w, 2) / cap), rtol=0.03, atol=0)
+            assert above[-1] or torch.equal(found, w) or torch.linalg.matrix_norm(w, 2) > 0.97 * cap
+    assert 0 < sum(above) < len(above)
+
+
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
+def test_the_bound_of_a_spectral_norm_holds(size: float) -> None:
+    w, flat = torch.randn(64, 32), torch.linalg.qr(torch.randn(128, 128))[0]
+    for matrix, most in ((flat, 1.02), (w, 1.014), (torch.ones(3, 700), 1.0)):
+        bound = spectral_norm_bound(size * matrix) / torch.linalg.matrix_norm(size * matrix, 2)
+        assert 1 - 1e-5 <= bound <= most + 1e-5
+    assert spectral_norm_bound(0 * w) < 1e-18
+
+
+def test_affines_moving_average_is_that_of_the_updates_before() -> None:
+    gpt = build(config_of("gqa", "affine+spectral_cap", **ROPE))
+    output, seen, average = gpt.attentions[0].output, [], torch.zeros(nh, dtype=torch.float64)
+    output.register_forward_hook(lambda module, given, y: seen.append((given[1] @ module.w.weight.T).detach()))
+    for _ in range(3):
+        torch.testing.assert_close(output.average.detach(), average)
+        update(gpt, config_of("gqa", "affine+spectral_cap", **ROPE))
+        average = 0.9 * average + 0.1 * (0.1 * seen[-1] + 0.5).clamp(0, 1).mean((0, 1))
+    with torch.no_grad():
+        gpt.eval()(random_tokens(2, 16))
+    torch.testing.assert_close(output.average.detach(), average)
 
 
 def norm(w: Tensor) -> float:
@@ -315,13 +390,7 @@ def test_quack_scales_the_learning_rates_by_its_papers_algorithms(layout: str, o
     rates_of = rates_of_mla if layout.startswith("mla") else rates_of_mha
     rates = [rates_of(*pair) for pair in zip(gpt.attentions, first.attentions, strict=True)]
     for model in (gpt, plain):
-        optimizer = Optimizer(model, config)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01
-        idx = random_tokens(4, 16)
-        model.train()(idx, idx)[1].backward()
-        with applying_weights_variant(model):
-            optimizer.step()
+        update(model, config)
     for name, w in plain.state_dict().items():
         factor = torch.ones(1)
         known = rates[int(name.split(".")[2])].get(name.split(".")[-2]) if ".attn.c_" in name else None

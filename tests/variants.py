@@ -52,6 +52,22 @@ CONTESTANTS: dict[str, dict[str, Any]] = {  # groups of settings beside the layo
     "gate_head": {"output": options.GateOptions()},
     "gate_channel": {"output": options.GateOptions(per="channel")},
     "value_norm": {"output": options.ValueNormOptions()},
+    "value_norm_untouched": {"output": options.ValueNormOptions(gain="untouched")},
+    "value_norm_head": {"output": options.ValueNormOptions(gain="learned_head")},
+    "xsa": {"output": options.XSAOptions()},
+    "affine+spectral_cap": {"output": options.AffineOptions(), "weights": options.SpectralCapOptions(c=0.5)},
+    "gain": {"logits": options.GainOptions(), "qk_norm": options.RMSNormOptions()},
+    "gain_head+output_norm": {"logits": options.GainOptions(learned="head"), "output": options.OutputNormOptions()},
+    "gain_layer+value_norm_learned": {
+        "logits": options.GainOptions(learned="layer"), "output": options.ValueNormOptions(gain="learned"),
+    },
+    "ssmax_half+rms_whole_layer": {
+        "logits": options.SSMaxOptions(power=0.5), "qk_norm": options.WholeRMSNormOptions(gain="layer"),
+    },
+    "rms_scaled+sink+output_norm_plain": {  # the first two: DeepSeek-V4
+        "qk_norm": options.ScaledRMSNormOptions(gain=1.0), "softmax": options.SinkOptions(),
+        "output": options.OutputNormOptions(gain=False),
+    },
     "sigma_reparam": {"weights": options.SigmaReparamOptions()},
     "quack": {"weights": options.QuackOptions()},
     "softcap+rms": {"logits": options.SoftcapOptions(cap=1.0), "qk_norm": options.RMSNormOptions()},
@@ -71,7 +87,8 @@ PAIRS = ALL_PAIRS if FULL else [(a, n) for a, n in ALL_PAIRS if a == "mha" or n 
 def refused(layout: str, name: str) -> bool:
     """Whether the config refuses a contestant with a layout."""
     unified = layout == "mla_unified" and (name == "rms_whole" or "qk_norm" not in CONTESTANTS[name])
-    return unified or (name == "value_norm" and layout.startswith("mla"))
+    reads_values = getattr(CONTESTANTS[name].get("output"), "name", "") in ("value_norm", "xsa", "affine")
+    return unified or (reads_values and layout.startswith("mla"))
 
 
 ALL_ENTRIES = [*PAIRS, *((a, n) for a in LAYOUTS for n in CONTESTANTS if not refused(a, n))]

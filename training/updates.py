@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from core.device import move
 from core.schema import require
 from model.kernels.operators import nanoqk
+from model.slots import Variant
 from training.optim import Optimizer
 from training.session import Batch, Machine, Session
 
@@ -103,11 +104,10 @@ def clip_gradients(session: Session) -> Tensor:
 
 @contextlib.contextmanager
 def applying_weights_variant(model: Any) -> Iterator[None]:
-    """Wraps optimizer.step() for weights=quack and sigma_reparam. Rows of a block's update_factors() move by that
-    factor of the step. Then after_update() is called, also where the step was skipped."""
-    slots = [block.weights for block in model.transformer.h]
+    """Wraps optimizer.step(). Rows of a block's update_factors() (weights=quack) move by that factor of the step. Then
+    every variant's after_update() is called, also where the step was skipped."""
     with torch.no_grad():
-        found = [factors for slot in slots for factors in slot.update_factors()]
+        found = [factors for block in model.transformer.h for factors in block.weights.update_factors()]
         held = {p.untyped_storage().data_ptr() for p in model.parameters()} if found else set()
         shared = all(rows.untyped_storage().data_ptr() in held for rows, _ in found)
         require(shared, "update_factors() must return views of weights, not copies")
@@ -115,8 +115,9 @@ def applying_weights_variant(model: Any) -> Iterator[None]:
         yield
         for (rows, factor), old in zip(found, before, strict=True):
             rows.copy_(torch.lerp(old, rows, factor))
-        for slot in slots:
-            slot.after_update()
+        for part in model.modules():
+            if isinstance(part, Variant):
+                part.after_update()
 
 
 # -----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Of unit vectors times sqrt(hs), which ops.inverse_rms gives, the logits are q . 
 s_qk acts on each channel after RoPE, on both sides: the query takes its square, so that heads may share a key.
 """
 
-import torch
 from torch import Tensor, nn
 
 from model import ops
@@ -19,11 +18,7 @@ class NGPTNorm(QKNorm):
 
     def __init__(self, options: NGPTNormOptions, head_dim: int, n_head: int):
         super().__init__(options, head_dim, n_head)
-        self.raw: nn.Parameter | None = nn.Parameter(torch.empty(n_head * head_dim))
-
-    def init_weights(self) -> None:
-        if self.raw is not None:
-            nn.init.constant_(self.raw, 1 / self.SPEED)
+        self.raw: nn.Parameter | None = self.new_parameter(n_head * head_dim, 1 / self.SPEED)
 
     def scale(self, x: Tensor) -> Tensor:
         return ops.inverse_rms(x, self.options.eps)  # (..., 1)

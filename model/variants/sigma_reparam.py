@@ -25,7 +25,7 @@ class Reparam(LateInit):
 
     def __init__(self, linear: Linear):
         super().__init__()
-        self.split_sizes = getattr(linear, "split_sizes", [linear.out_features])
+        self.split_sizes = linear.split_sizes
         self.linear = (linear,)  # a tuple: no submodule
         self.gamma = nn.Parameter(torch.empty(len(self.split_sizes)))
         self.u = nn.Parameter(torch.empty(len(self.split_sizes), linear.in_features), requires_grad=False)

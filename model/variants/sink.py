@@ -5,7 +5,7 @@ The plain softmax divides by exp(lse), so that the output is the plain one times
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.options import GPTConfig, SinkOptions
 from model.slots import Softmax, register
@@ -14,11 +14,7 @@ from model.slots import Softmax, register
 class Sink(Softmax):
     def __init__(self, options: SinkOptions, config: GPTConfig):
         super().__init__(options, config)
-        self.logit = nn.Parameter(torch.empty(config.model.n_head)) if options.logit == "learned" else None
-
-    def init_weights(self) -> None:
-        if self.logit is not None:
-            nn.init.zeros_(self.logit)
+        self.logit = self.new_parameter(config.model.n_head, 0.0) if options.logit == "learned" else None
 
     def forward(self, y: Tensor, lse: Tensor) -> Tensor:
         sink = self.options.logit if self.logit is None else self.logit[:, None]  # (nh, 1)
