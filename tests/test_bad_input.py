@@ -275,6 +275,8 @@ LAUNCH: dict[str, list[str]] = {
         "varies",
     ],
     "sweep=attention_track_final optim.learning_rate=0.001": ["optim.learning_rate=0.001", "grid.words.none"],
+    "sweep=p_sweep_cpu launcher.mps=true": ["launcher.mps=true needs GPUs that workers share"],
+    "sweep=p_sweep_cpu launcher=slurm launcher.mps=true": ["launcher.mps=true"],
     "sweep=p_sweep_cpu launcher.workers=0": ["launcher.workers=0", ">= 1"],
     "sweep=p_sweep_cpu launcher.worker=2": ["launcher.worker=2", "launcher.workers"],
     "sweep=p_sweep_cpu qk_norm.p=3": ["qk_norm.p=3", "sweep.grid.qk_norm.p"],
