@@ -98,7 +98,8 @@ class Local:
         self.sweep_dir, self.launch = sweep_dir, launch
         cpus = available_cpus()
         gpus, ranks = visible_gpus(), options.ranks
-        self.shared, self.daemon = gpus if options.mps else [], None
+        self.shared = gpus if options.mps else []
+        self.daemon: MpsDaemon | None = None
         if options.mps:
             gpus = [str(i) for i in range(len(gpus))]  # the daemon counts those that it was given
         self.workers = options.workers or max(1, (len(gpus) or cpus) // ranks)
