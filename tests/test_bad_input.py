@@ -440,7 +440,7 @@ REFUSED: dict[str, dict[str, list[str]]] = {  # by program
         "peer=folder tokens=0": ["tokens=0", ">= 1"],
     },
     "scripts/check_gpu.py": {
-        "parts=[speed]": ["parts=[speed] must be of device, profile"],
+        "parts=[speed]": ["parts=[speed] must be of device, matmuls"],
         "model.n_layers=3": ["model.n_layers=3 is unknown"],
         "device=gpu": ["device=gpu must be auto, cpu"],
         "minutes=0": ["minutes=0.0 must be > 0 and at most 1e+30"],

@@ -27,8 +27,7 @@ from core.process import StopSignal
 from core.schema import ConfigError, build
 from model import ops
 from model.gpt import GPT
-from scripts import check_gpu
-from scripts.benchmarks import bench_train
+from scripts.benchmarks import bench_train, gpu
 from sweeps.plan import compose
 from training import checks
 from training.config import TrainConfig, load_config
@@ -152,7 +151,7 @@ def check_devices() -> None:
             resolve_device("cuda", World(0, 4, 0, 4))
 
         assert torch.are_deterministic_algorithms_enabled()
-        (row,) = check_gpu.device(build(check_gpu.CheckOptions, {"device": "cuda"}), []).values()
+        row = gpu.device_row("cuda")
         assert (row["GPUs"], row["capability"], row["processors"], row["GiB"]) == (2, "9.0", 132, 80)
 
         q = torch.empty(1, 2, 8, 16, device="cuda")

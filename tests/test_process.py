@@ -39,7 +39,7 @@ def heed_hangup() -> None:
 
 SMALL = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=2", "threads=1"]
 PROGRAMS = {  # its words, what the command lines of its children have, and how many of them there are at least
-    "check_gpu": (["scripts/check_gpu.py", "device=cpu", "parts=[norms]", "rounds=9999", *SMALL], "spawn_main", 2),
+    "check_gpu": (["scripts/check_gpu.py", "device=cpu", "parts=[changes]", "rounds=9999", *SMALL], "spawn_main", 2),
     "bench": (
         ["scripts/benchmarks/bench_train.py", "variants=qk_norm=none;qk_norm=rms", "iters=10000000", "data=random",
          "data.n_tokens=1000", "data.vocab_size=9", "data.val_tokens=100", "device=cpu", *SMALL], "spawn_main", 1,

@@ -69,8 +69,10 @@ MODELS = {
 }
 TINY = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=2", "threads=1"]
 UPDATES = 20  # of a measurement
+QUEUED = 0.2  # seconds of one step, many times
 SECONDS = 2.0  # of one worker's turn
-WORKERS = (1, 2, 4, 8)  # at a time
+PROCESSES = (1, 2, 4, 8)  # workers of a GPU
+STREAMS = 8
 
 
 def model_words(asked: CheckOptions, model: str, overrides: list[str]) -> list[str]:
@@ -88,7 +90,7 @@ def seconds_of(step: Callable[[], Any], device: torch.device) -> float:
         return time.perf_counter() - began
 
     timed(3)
-    n = max(1, round(0.2 / timed(1)))
+    n = max(1, round(QUEUED / timed(1)))
     return timed(n) / n
 
 
@@ -278,15 +280,16 @@ def worker(environment: dict[str, str], overrides: list[str]) -> Built:
 
 def workers(asked: CheckOptions, overrides: list[str]) -> Rows:
     """1, 2, 4 and 8 processes on a GPU, by turns and with MPS: tokens/s of all together, and the most watts."""
+    at_once = PROCESSES if asked.on_cuda else (1, 2)
     return {
-        f"{model}{', MPS' if mps else ''}": partial(workers_row, mps, model_words(asked, model, overrides))
+        f"{model}{', MPS' if mps else ''}": partial(workers_row, mps, at_once, model_words(asked, model, overrides))
         for model in ("baby_gpt", "track_nano")
         for mps in (False, True)
     }
 
 
-def workers_row(mps: bool, words: list[str]) -> Row:
-    n_most, environment, row = max(WORKERS), dict[str, str](), Row()
+def workers_row(mps: bool, at_once: tuple[int, ...], words: list[str]) -> Row:
+    n_most, environment, row = max(at_once), dict[str, str](), Row()
     with contextlib.ExitStack() as stack:
         if mps:
             build(LocalOptions, {"workers": n_most, "mps": True})  # refused where there is none
@@ -299,7 +302,7 @@ def workers_row(mps: bool, words: list[str]) -> Row:
         for side in sides:
             stack.callback(side.close)
         n_updates = max(1, round(UPDATES * SECONDS / sides[0].take_turn(UPDATES)["seconds"]))
-        for n in WORKERS:
+        for n in at_once:
             turns = [pool.submit(side.take_turn, n_updates) for side in sides[:n]]
             watts = [power()]
             while not all(turn.done() for turn in turns):
@@ -331,9 +334,9 @@ def graphs(asked: CheckOptions, overrides: list[str]) -> Rows:
     """A whole update, with batch and learning rate constant, as the host launches it and as one CUDA graph; then eight
     graphs of eight models on eight streams."""
     return {
-        f"{model}{', 8 streams' if n > 1 else ''}": partial(graph_row, n, model_words(asked, model, overrides))
+        f"{model}{f', {n} streams' if n > 1 else ''}": partial(graph_row, n, model_words(asked, model, overrides))
         for model in ("baby_gpt", "track_nano")
-        for n in (1, 8)
+        for n in (1, STREAMS)
     }
 
 

@@ -48,7 +48,7 @@ esac
 
 
 def with_mps(folder: Path, daemon: str = "exec sleep 600") -> dict[str, str]:
-    """The environment of a machine with two GPUs and a stand-in for MPS: a shell's command, until it is told to quit."""
+    """The environment of a machine with two GPUs and a stand-in for MPS, a shell's command that can be told to quit."""
     file = folder / "bin" / "nvidia-cuda-mps-control"
     file.parent.mkdir()
     file.write_text(MPS.format(daemon=daemon))
