@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -84,9 +85,13 @@ class Profile:
 
 
 def check_parts(asked: CheckOptions, parts: Iterable[str], overrides: list[str], patch: pytest.MonkeyPatch) -> None:
-    """Every row of these parts, in few updates."""
+    """Every row of these parts, in few updates and with sides of this process."""
     for name, few in {"UPDATES": 1, "SECONDS": 0.0, "QUEUED": 0.0, "PROCESSES": (1, 2), "STREAMS": 2}.items():
         patch.setattr(gpu, name, few)
+    for module in (gpu, timing):
+        patch.setattr(module, "Side", Here)
+    patch.setattr(gpu.updates, "clip_gradients", gpu.updates.clip_gradients)  # a side replaces it
+    patch.setattr(os, "environ", {**os.environ})
     found = {(part, name): row() for part in parts for name, row in gpu.PARTS[part](asked, overrides).items()}
     for at, row in found.items():
         numbers = [value for value in row.values() if isinstance(value, int | float)]
@@ -114,8 +119,6 @@ def test_every_part_runs_on_a_cpu(
 def check_on_fake_cuda(peer: str) -> None:
     asked = CheckOptions(device="cuda", rounds=1, peer=peer)
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
-        for module in (gpu, timing):
-            patch.setattr(module, "Side", Here)
         patch.setattr(gpu, "ThreadPoolExecutor", Serial)
         patch.setattr("torch.compile", lambda model, **_: model)
         patch.setattr("torch.profiler.profile", Profile)
