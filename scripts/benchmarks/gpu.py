@@ -9,7 +9,6 @@ import io
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from core.device import move, resolve_device, resolve_dtype, synchronize, total_memory
 from core.files import file_sha256
-from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, build, options
+from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, build, one_line, options, require
 from scripts.benchmarks import bench_decode, bench_train
 from scripts.benchmarks.timing import Built, Side, alternate, captured, machine, ratio
 from sweeps import launch
@@ -55,10 +54,6 @@ class CheckOptions:
     @property
     def on_cuda(self) -> bool:
         return torch.cuda.is_available() if self.device == "auto" else self.device.startswith("cuda")
-
-
-class Skipped(Exception):
-    """A row does not apply here. The message says why."""
 
 
 RANDOM = ["data=random", "data.n_tokens=1000000", "data.val_tokens=2000"]  # speed does not depend on the tokens
@@ -316,14 +311,12 @@ def workers_row(mps: bool, at_once: tuple[int, ...], words: list[str]) -> Row:
 
 
 def power() -> float | str:
-    """Watts, of the last second on new GPUs."""
-    if shutil.which("nvidia-smi") is None:
-        return "no nvidia-smi"
+    """Watts, on new GPUs of the last second; or why nvidia-smi does not say."""
     query = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
     try:
         return float(subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()[0])
-    except (IndexError, ValueError, subprocess.TimeoutExpired):
-        return "nvidia-smi does not say"
+    except (OSError, IndexError, ValueError, subprocess.TimeoutExpired) as error:
+        return one_line(error)
 
 
 # -----------------------------------------------------------------------------
@@ -357,11 +350,8 @@ def graph_row(n: int, words: list[str]) -> Row:
     seconds = seconds_of(together, here) / n
     after = float(steps[0]())
     assert after <= before, f"the loss of a batch grows from {before} to {after}"
-    tokens = load_config(compose(words)).tokens_per_iter
-    return {
-        "launched, ms": 1000 * launched, "as a graph, ms": 1000 * seconds, "tokens/s": tokens / seconds,
-        "speed": launched / seconds, "captured": str(here.type == "cuda"),
-    }  # fmt: skip
+    form = "as a graph" if here.type == "cuda" else "not captured"
+    return {"launched, ms": 1000 * launched, f"{form}, ms": 1000 * seconds, "speed": launched / seconds}
 
 
 def constant_update(words: list[str]) -> Callable[[], Tensor]:
@@ -392,8 +382,7 @@ def turns(asked: CheckOptions, overrides: list[str]) -> Rows:
 
 
 def turns_row(peer: str | None, rounds: int, words: list[str]) -> Row:
-    if peer is None:
-        raise Skipped("needs peer=PATH, a checkout of nanoGPT")
+    require(peer is not None, "needs peer=PATH, a checkout of nanoGPT")
     found = bench_train.bench(bench_train.BenchOptions(peer=peer, rounds=rounds), words)
     times = {f"{name}, {key}": found[name][key] for key in ("ms_per_iter", "tok_per_sec") for name in ("ours", "peer")}
     return {**times, "ratio": found["ratio"].pop("median"), **found["ratio"]}
