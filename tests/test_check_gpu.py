@@ -51,7 +51,7 @@ class Here:
 
 
 class Serial(ThreadPoolExecutor):
-    """A pool without threads, which would lack the fake device."""
+    """A pool without threads: they would lack the fake device, and share Hydra."""
 
     def submit(self, call: Any, /, *arguments: Any, **more: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -90,6 +90,7 @@ def check_parts(asked: CheckOptions, parts: Iterable[str], overrides: list[str],
         patch.setattr(gpu, name, few)
     for module in (gpu, timing):
         patch.setattr(module, "Side", Here)
+    patch.setattr(gpu, "ThreadPoolExecutor", Serial)
     patch.setattr(gpu.updates, "clip_gradients", gpu.updates.clip_gradients)  # a side replaces it
     patch.setattr(os, "environ", {**os.environ})
     found = {(part, name): row() for part in parts for name, row in gpu.PARTS[part](asked, overrides).items()}
@@ -119,7 +120,6 @@ def test_every_part_runs_on_a_cpu(
 def check_on_fake_cuda(peer: str) -> None:
     asked = CheckOptions(device="cuda", rounds=1, peer=peer)
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "ThreadPoolExecutor", Serial)
         patch.setattr("torch.compile", lambda model, **_: model)
         patch.setattr("torch.profiler.profile", Profile)
         machine = gpu.device_row("cuda")

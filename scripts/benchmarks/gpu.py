@@ -27,7 +27,7 @@ from core.device import move, resolve_device, resolve_dtype, synchronize, total_
 from core.files import file_sha256
 from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, build, one_line, options, require
 from scripts.benchmarks import bench_decode, bench_train
-from scripts.benchmarks.timing import Built, Side, alternate, captured, machine, ratio
+from scripts.benchmarks.timing import Built, Side, alternate, captured, machine, median, ratio
 from sweeps import launch
 from sweeps.launchers import LocalOptions, MpsDaemon, visible_gpus
 from sweeps.plan import compose, read_plan
@@ -243,16 +243,12 @@ def change_row(rounds: int, words: tuple[str, ...], changed: list[str], environm
     base, side = base_side(words), Side("changed", worker, environment, changed)
     with contextlib.closing(side):
         turns = alternate({s.name: partial(s.take_turn, UPDATES) for s in (base, side)}, rounds)
-    tokens = {s.name: s.info["tokens_per_iter"] for s in (base, side)}
-    for name, of in turns.items():
-        for turn in of:
-            turn["ms"] = 1000 * turn["seconds"] / UPDATES
-            turn["us_per_token"] = 1000 * turn["ms"] / tokens[name]
-    speed = ratio(turns, "base", "changed", "us_per_token")
-    return {f"{name}, ms": sorted(turn["ms"] for turn in of)[len(of) // 2] for name, of in turns.items()} | {
-        "speed": speed.pop("median"),
-        **speed,
-    }
+    for s in (base, side):
+        for turn in turns[s.name]:
+            turn["per_token"] = turn["seconds"] / s.info["tokens_per_iter"]
+    speed = ratio(turns, "base", "changed", "per_token")
+    times = {f"{name}, ms": 1000 * median(of, "seconds") / UPDATES for name, of in turns.items()}
+    return {**times, "speed": speed.pop("median"), **speed}
 
 
 @functools.cache
@@ -293,20 +289,25 @@ def workers_row(mps: bool, at_once: tuple[int, ...], words: list[str]) -> Row:
             stack.callback(daemon.stop)
             environment = daemon.environment | {"CUDA_VISIBLE_DEVICES": ",".join(str(i) for i in range(len(gpus)))}
         pool = stack.enter_context(ThreadPoolExecutor(n_most))
-        sides = [*pool.map(lambda i: Side(f"worker {i}", worker, environment, words), range(n_most))]
-        for side in sides:
-            stack.callback(side.close)
+
+        def start(i: int) -> Side:
+            side = Side(f"worker {i}", worker, environment, words)
+            stack.callback(side.close)  # also where another cannot start: MPS waits for its end
+            return side
+
+        sides = [*pool.map(start, range(n_most))]
         n_updates = max(1, round(UPDATES * SECONDS / sides[0].take_turn(UPDATES)["seconds"]))
         for n in at_once:
+            if mps and (failure := daemon.failure()):
+                raise RuntimeError(failure)
             turns = [pool.submit(side.take_turn, n_updates) for side in sides[:n]]
             watts = [power()]
             while not all(turn.done() for turn in turns):
                 time.sleep(0.2)
                 watts.append(power())
             rates = [n_updates * sides[0].info["tokens_per_iter"] / turn.result()["seconds"] for turn in turns]
-            row |= {f"{n}, tokens/s": sum(rates), f"{n}, W": max(watts, key=str)}
-        if mps and (failure := daemon.failure()):
-            raise RuntimeError(failure)
+            known = [number for number in watts if isinstance(number, float)]
+            row |= {f"{n}, tokens/s": sum(rates), f"{n}, W": max(known, default=watts[0])}
     return row
 
 
