@@ -139,7 +139,7 @@ class Call:
             numbers = (f"{key} {cell(value)}" for key, value in of.items() if not isinstance(value, dict))
             say(f"{name}: {row}: {', '.join(numbers)}")
             if name == "device":
-                self.open(of)
+                self.find_file(of)
             about = {"about": " ".join(str(part.__doc__).split()), "seconds": earlier + round(time.monotonic() - began)}
             self.write(name, {**summary(rows, found), **about, **self.about, "rows": found})
 
@@ -148,7 +148,7 @@ class Call:
         say(f"{name}: {outcome(said)} ({said['seconds']} s)")
         return str(said["state"])
 
-    def open(self, machine: Row) -> None:
+    def find_file(self, machine: Row) -> None:
         """Read what is known of the device. Raises: ConfigError where there is none."""
         require("device" in machine, str(machine.get("skipped", machine.get("failed"))))
         self.device = machine["device"]
