@@ -193,13 +193,15 @@ def drop_unwritten(stream: TextIO) -> None:
 # Children: they end with their parent, however it ends
 
 # A shell that leads a group: it ends the group when its input ends, which no process ever writes to
-BOUND = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -KILL 0) & "$@" 3<&-; status=$?; kill -KILL $!; exit $status'
+BOUND = """last=$1; shift; exec 3<&0 </dev/null; (read -r _ <&3; eval "$last"; kill -KILL 0) &
+"$@" 3<&-; status=$?; kill -KILL $!; exit $status"""
 
 
-def start_bound(command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own, which is killed when this process ends."""
-    words = ["sh", "-c", BOUND, "sh", *command]
-    return subprocess.Popen(words, stdin=input_for_life(os.getpid()), start_new_session=True, **how)
+def start_bound(command: Sequence[str], last: str = "", **how: Any) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, which is killed when this process ends, or closes its stdin=PIPE. `last`
+    is a shell's command that comes before."""
+    words = ["sh", "-c", BOUND, "sh", last, *command]
+    return subprocess.Popen(words, **{"stdin": input_for_life(os.getpid()), "start_new_session": True, **how})
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import field
@@ -19,7 +20,7 @@ from typing import Annotated, Any
 
 from core.files import ROOT, open_regular
 from core.plugins import handed_on
-from core.process import available_cpus
+from core.process import available_cpus, start_bound
 from core.schema import AtLeast, ConfigError, Help, options, require, show
 from sweeps.ranks import PATIENCE, stop_once
 from sweeps.worker import RESTART, WORKER
@@ -27,6 +28,8 @@ from sweeps.worker import RESTART, WORKER
 SQUEUE_EVERY = 5.0  # seconds between two calls of squeue
 SBATCH_AGAIN = 60.0  # seconds after which tasks that SLURM refused are submitted again
 MAX_REQUEUES = 100  # of one task; a launcher that still runs then submits a new one
+MPS = "nvidia-cuda-mps-control"
+MPS_STARTS = 30.0  # seconds within which it answers
 USR2_AFTER_TERM = 60  # seconds; SLURM preempts with SIGTERM, then with the signal that submitit asks for, then SIGKILL
 
 
@@ -38,12 +41,17 @@ class LocalOptions:
     workers: Annotated[int | None, AtLeast(1), Help("processes; null: one a GPU, or one a CPU without GPUs")] = None
     threads: Annotated[int | None, AtLeast(1), Help("CPU threads of each; null: an equal share")] = None
     ranks: Annotated[int, AtLeast(1), Help("processes that train one run together, by torchrun")] = 1
+    mps: Annotated[bool, Help("workers compute on a GPU at the same time, by NVIDIA's MPS, not by turns")] = False
 
     def check(self) -> None:
         cpus = os.cpu_count() or 1
         require((self.threads or 1) <= cpus, f"launcher.threads={self.threads} must be <= {cpus}, the CPUs here")
+        workers, gpus = self.workers or 1, len(visible_gpus())
+        if self.mps:
+            told = f"launcher.mps=true needs GPUs that workers share, and launcher.workers={workers} have {gpus}"
+            require(workers > gpus > 0, told)
+            require(shutil.which(MPS) is not None, f"launcher.mps=true needs {MPS}, which is not here")
         if self.ranks > 1:
-            workers, gpus = self.workers or 1, len(visible_gpus())
             need = f"need {self.ranks * workers} GPUs of {gpus}"
             fit = gpus == 0 or self.ranks * workers <= gpus
             require(fit, f"launcher.ranks={self.ranks} and launcher.workers={workers} {need}")
@@ -90,6 +98,10 @@ class Local:
         self.sweep_dir, self.launch = sweep_dir, launch
         cpus = available_cpus()
         gpus, ranks = visible_gpus(), options.ranks
+        self.shared = gpus if options.mps else []
+        self.daemon: MpsDaemon | None = None
+        if options.mps:
+            gpus = [str(i) for i in range(len(gpus))]  # the daemon counts those that it was given
         self.workers = options.workers or max(1, (len(gpus) or cpus) // ranks)
         self.threads = options.threads or max(1, cpus // (self.workers * ranks))
         endless = itertools.cycle(gpus)
@@ -106,9 +118,14 @@ class Local:
                     self.deaths = 0
                 else:
                     self.deaths, self.died = self.deaths + 1, i
+        if self.shared and self.daemon is None:
+            self.daemon = MpsDaemon(self.shared, self.sweep_dir / "logs" / f"mps_{self.launch}")
+        if self.failure():
+            return
         for i, gpus in enumerate(self.gpus):
             if self.slots[i] is None and self.alive() < n:
                 environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+                environment |= self.daemon.environment if self.daemon else {}
                 environment |= handed_on() | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
                 command = [sys.executable, WORKER, str(self.sweep_dir), self.launch]
                 with open_regular(self.log(i), "ab") as log:
@@ -129,6 +146,8 @@ class Local:
 
     def failure(self) -> str | None:
         """Why a further worker would die too, or None."""
+        if self.daemon and (failure := self.daemon.failure()):
+            return failure
         if self.deaths >= 3 * self.workers:
             return f"workers die as soon as they start: see {self.log(self.died)}"
         return None
@@ -145,6 +164,49 @@ class Local:
         except (KeyboardInterrupt, subprocess.TimeoutExpired):
             for process in processes:
                 process.kill()
+        if self.daemon:
+            self.daemon.stop()
+
+
+class MpsDaemon:
+    """NVIDIA's MPS, by which processes compute on the GPUs at the same time. It ends once this process and those that
+    were started with `environment` have ended. No setting of a GPU is changed.
+
+    failure(): why there is none any more.
+    """
+
+    def __init__(self, gpus: list[str], logs: Path) -> None:
+        self.logs = logs
+        logs.mkdir(parents=True, exist_ok=True)
+        folders = {"PIPE": tempfile.mkdtemp(prefix="nanoqk_mps_"), "LOG": str(logs)}  # a socket's path must be short
+        self.environment = {f"CUDA_MPS_{name}_DIRECTORY": folder for name, folder in folders.items()}
+        self.process_environment = {**os.environ, **self.environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        ends = 'rm -rf "$CUDA_MPS_PIPE_DIRECTORY"'
+        runs = ["sh", "-c", f"{MPS} -f; status=$?; {ends}; exit $status"]
+        last = f"echo quit | timeout {PATIENCE} {MPS}; {ends}"  # it waits for the workers, which save
+        with open_regular(logs / "output.log", "ab") as log:
+            self.process = start_bound(
+                runs, last, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self.process_environment
+            )
+        deadline = time.monotonic() + MPS_STARTS
+        while self.failure() is None and not self.answers():  # without it a worker would compute as if MPS were off
+            if time.monotonic() > deadline:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            time.sleep(0.1)
+
+    def answers(self) -> bool:
+        asked: dict[str, Any] = {"env": self.process_environment, "capture_output": True, "timeout": MPS_STARTS}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return subprocess.run([MPS], input=b"get_server_list\n", **asked).returncode == 0
+        return False
+
+    def failure(self) -> str | None:
+        status = self.process.poll()
+        return None if status is None else f"launcher.mps=true: {MPS} ended with status {status}: see {self.logs}"
+
+    def stop(self) -> None:
+        with self.process:  # which closes its input, and waits
+            pass
 
 
 def visible_gpus() -> list[str]:

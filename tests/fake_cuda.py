@@ -33,6 +33,8 @@ HERE = Path(__file__).resolve().parent
 aten = torch.ops.aten
 PROPERTIES = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30)
 
+QUEUE: dict[str, Callable[..., None]] = {"wait_stream": lambda stream: None, "replay": lambda: None}
+
 
 @functools.cache
 def library() -> Path:
@@ -134,6 +136,9 @@ def fake_cuda(watch: bool = True) -> Iterator[Waits]:
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu"),
         "set_rng_state": lambda *_: None,
         "synchronize": lambda *_: waits.note("synchronizes"),
+        "max_memory_allocated": lambda *_: 2**30,
+        **dict.fromkeys(("stream", "graph"), lambda *_, **__: contextlib.nullcontext()),  # what is captured runs once
+        **dict.fromkeys(("Stream", "CUDAGraph", "current_stream"), lambda *_: SimpleNamespace(**QUEUE)),
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, answer in answers.items():

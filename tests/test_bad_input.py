@@ -277,6 +277,8 @@ LAUNCH: dict[str, list[str]] = {
         "varies",
     ],
     "sweep=attention_track_final optim.learning_rate=0.001": ["optim.learning_rate=0.001", "grid.words.none"],
+    "sweep=p_sweep_cpu launcher.mps=true": ["launcher.mps=true needs GPUs that workers share"],
+    "sweep=p_sweep_cpu launcher=slurm launcher.mps=true": ["launcher.mps=true"],
     "sweep=p_sweep_cpu launcher.workers=0": ["launcher.workers=0", ">= 1"],
     "sweep=p_sweep_cpu launcher.worker=2": ["launcher.worker=2", "launcher.workers"],
     "sweep=p_sweep_cpu qk_norm.p=3": ["qk_norm.p=3", "sweep.grid.qk_norm.p"],
@@ -439,7 +441,7 @@ REFUSED: dict[str, dict[str, list[str]]] = {  # by program
         "peer=folder tokens=0": ["tokens=0", ">= 1"],
     },
     "scripts/check_gpu.py": {
-        "parts=[speed]": ["parts=[speed] must be of device, profile"],
+        "parts=[speed]": ["parts=[speed] must be of device, matmuls"],
         "model.n_layers=3": ["model.n_layers=3 is unknown"],
         "device=gpu": ["device=gpu must be auto, cpu"],
         "minutes=0": ["minutes=0.0 must be > 0 and at most 1e+30"],

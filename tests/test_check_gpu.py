@@ -1,103 +1,198 @@
-"""scripts/check_gpu.py on a CPU: a part that fails leaves the others alone."""
+"""scripts/check_gpu.py without a GPU: every part on a CPU and on the fake device; what fails, ends or goes on."""
 
 import importlib
 import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
-from conftest import TINY_LAYER
+from fake_cuda import fake_cuda, on_fake_cuda
+from helpers.sweeps import use_mps
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
-from core.cli import run_script
 from scripts import check_gpu
+from scripts.benchmarks import gpu, timing
 from scripts.check_gpu import CheckOptions
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
-ON_CPU = CheckOptions(device="cpu", rounds=1)
-SMALL = [
-    "model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=2", "threads=1",
-]  # fmt: skip
-
-
-def test_parts_run_on_a_cpu_or_say_why_not_and_earlier_results_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def check(parts: str) -> dict[str, Any]:
-        words = ["device=cpu", "out=it", f"parts=[{parts}]", *SMALL]
-        assert run_script(CheckOptions, check_gpu.check, "", words, passes_on=True) == 0
-        data, page = sorted((tmp_path / "it").iterdir())
-        assert page.suffix == ".md" and capsys.readouterr().out.endswith(f"it/{page.name}\n")
-        found: dict[str, Any] = json.loads(data.read_text())["parts"]
-        for name, part in found.items():
-            assert f"| {name} | {part['state']}" in page.read_text()
-        return found
-
-    found = check("profile,turns")
-    assert [*found] == ["device", "profile", "turns"]
-    assert found["turns"]["reason"].startswith("needs peer=PATH")
-    for row in found["profile"]["rows"].values():
-        assert row["ms"] > 0 and row["operators"] > 100 and 0 < row["MFU"] < 1
-    assert [*check("turns")] == ["device", "profile", "turns"]
-
-
-def test_every_part_is_a_function_that_says_what_it_asks() -> None:
-    assert all(part.__doc__ for part in check_gpu.PARTS.values())
-
-
-SPOILED = """
-import os, sys, time
-def raises(asked, words):
-    "It raises."
-    raise ValueError("no such kernel")
-def dies(asked, words):
-    "It dies."
-    os._exit(7)
-def wrong(asked, words):
-    "It is wrong."
-    return {"a": {"error": 0.1}, "b": {"error": 0.5, "failed": "differs | by 0.5"}}
-def waits(asked, words):
-    "It never ends."
-    time.sleep(1000)
-def good(asked, words):
-    "It is right."
-    return {"a": {"error": 0.1}}
+PEER = """
+import torch
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+class GPTConfig:
+    def __init__(self, **sizes): self.__dict__.update(sizes)
+class GPT(torch.nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.logits = torch.nn.Embedding(c.vocab_size, c.vocab_size, device=DEVICE)
+    def to(self, device): return self
+    def configure_optimizers(self, decay, rate, betas, device): return torch.optim.AdamW(self.parameters(), rate)
+    def forward(self, x, y):
+        logits = self.logits(x)
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 """
 
 
-def test_a_part_that_fails_dies_or_hangs_leaves_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Here:
+    """A side in this process."""
+
+    def __init__(self, name: str, build: Callable[..., Any], *arguments: Any) -> None:
+        self.name, (self.work, self.info) = name, build(*arguments)
+
+    def take_turn(self, n: int) -> dict[str, Any]:
+        return {"seconds": 1.0, "peak_memory_mib": 1.0, **self.work(n)}
+
+    def close(self) -> None:
+        pass
+
+
+class Serial(ThreadPoolExecutor):
+    """A pool without threads: they would lack the fake device, and share Hydra."""
+
+    def submit(self, call: Any, /, *arguments: Any, **more: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(call(*arguments, **more))
+        return future
+
+
+class Profile:
+    """PyTorch's profiler on a GPU: what it sees of an update of 3 ms, for 2 ms of which a kernel runs."""
+
+    def __init__(self, activities: list[Any]) -> None:
+        self.asked = activities
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def events(self) -> list[Any]:
+        names = {"nvjet_tst_128x64": (0, 1500), "triton_per_fused_layer_norm": (1000, 2000), "annotation": (0, 3000)}
+        kernels = [(name, DeviceType.CUDA, start, end) for name, (start, end) in names.items()]
+        found = [*kernels, ("cudaLaunchKernelExC", DeviceType.CPU, 0, 10), ("aten::mm", DeviceType.CPU, 0, 10)]
+        return [
+            SimpleNamespace(
+                name=name, device_type=kind, is_user_annotation=name == "annotation", time_range=Interval(a, b)
+            )
+            for name, kind, a, b in found
+            for _ in range(gpu.UPDATES)
+        ]
+
+
+def check_parts(asked: CheckOptions, parts: Iterable[str], overrides: list[str], patch: pytest.MonkeyPatch) -> None:
+    """Every row of these parts, in few updates and with sides of this process."""
+    for name, few in {"UPDATES": 1, "SECONDS": 0.0, "QUEUED": 0.0, "PROCESSES": (1, 2), "STREAMS": 2}.items():
+        patch.setattr(gpu, name, few)
+    for module in (gpu, timing):
+        patch.setattr(module, "Side", Here)
+    patch.setattr(gpu, "ThreadPoolExecutor", Serial)
+    patch.setattr(gpu.updates, "clip_gradients", gpu.updates.clip_gradients)  # a side replaces it
+    patch.setattr(os, "environ", {**os.environ})
+    found = {(part, name): row() for part in parts for name, row in gpu.PARTS[part](asked, overrides).items()}
+    for at, row in found.items():
+        numbers = [value for value in row.values() if isinstance(value, int | float)]
+        assert len(numbers) > 1 and min(numbers) >= 0, (at, row)
+        assert all(row["ms by kind"].values()) and row["tokens/s"] > 0 if at[0] in ("update", "gpt2") else True
+    assert len(check_gpu.tables({" ".join(at): row for at, row in found.items()})) > len(found)
+    print(len(found))
+
+
+def test_every_part_runs_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a stand-in for MPS, for nvidia-smi and for nanoGPT."""
+    use_mps(tmp_path, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho 312.5\n")
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    (tmp_path / "model.py").write_text(PEER)
+    asked = CheckOptions(device="cpu", rounds=1, peer=str(tmp_path))
+    assert gpu.power() == 312.5
+    check_parts(asked, gpu.PARTS, [], monkeypatch)
+    assert capsys.readouterr().out.endswith("\n31\n")
+
+
+def check_on_fake_cuda(peer: str) -> None:
+    asked = CheckOptions(device="cuda", rounds=1, peer=peer)
+    with fake_cuda(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.compile", lambda model, **_: model)
+        patch.setattr("torch.profiler.profile", Profile)
+        machine = gpu.device_row("cuda")
+        assert [machine[key] for key in ("GPUs", "capability", "processors", "GiB")] == [2, "9.0", 132, 80]
+        row = gpu.traced(lambda: None, on_cuda=True)
+        assert (row["kernels"], row["launches"], row["busy, ms"]) == (2, 1, 2 / gpu.UPDATES)
+        assert row["ms by kind"] == pytest.approx({"matmul": 1.5, "reductions, as norms": 1.0})
+        check_parts(asked, [part for part in gpu.PARTS if part != "bits"], [*gpu.TINY, "compile=false"], patch)
+
+
+def test_every_part_runs_on_the_fake_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But `bits`, which starts a sweep and asks nothing of the device itself."""
+    use_mps(tmp_path, monkeypatch)
+    (tmp_path / "model.py").write_text(PEER)
+    assert on_fake_cuda("test_check_gpu.check_on_fake_cuda", str(tmp_path)).endswith("\n30\n")
+
+
+SPOILED = """
+import os, time
+from functools import partial
+from pathlib import Path
+def raises(): raise ValueError("no such kernel")
+def dies(): os._exit(7)
+def waits(): time.sleep(1000)
+def good(error=0.1): return {"error": error, "by name": {"a | b": 1.0}}
+def counted(file):
+    with Path(file).open("a") as log: log.write("x")
+    return good()
+def device(asked, words): return {"machine": partial(dict, device="cpu (two)")}
+def broken(asked, words):
+    "It | fails."
+    return {"first": good, "raises": raises, "dies": dies, "last": good}
+def late(asked, words):
+    "It never ends."
+    return {"first": partial(counted, f"{asked.out}/counted"), "waits": waits, "last": good}
+"""
+
+
+def test_what_fails_dies_or_hangs_leaves_other_rows_alone_and_the_next_call_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "spoiled.py").write_text(SPOILED)
     monkeypatch.syspath_prepend(tmp_path)
-    names = ("raises", "dies", "wrong", "good")
-    spoiled = importlib.import_module("spoiled")
-    parts = {"device": check_gpu.device, **{name: getattr(spoiled, name) for name in (*names, "waits")}}
-    monkeypatch.setattr(check_gpu, "PARTS", parts)
-    asked = replace(ON_CPU, out=str(tmp_path / "out"), parts=names)
-    assert check_gpu.check(asked, []) == 1
-    found = json.loads(next((tmp_path / "out").glob("*.json")).read_text())["parts"]
-    assert {name: (found[name]["state"], found[name]["reason"]) for name in names} == {
-        "raises": ("failed", "ValueError: no such kernel"),
-        "dies": ("failed", "died with exit status 7"),
-        "wrong": ("failed", "1 of 2, the first b: differs | by 0.5"),
-        "good": ("passed", ""),
-    }
-    assert r"differs \| by 0.5" in next((tmp_path / "out").glob("*.md")).read_text()
-    late = check_gpu.run_part("waits", replace(asked, minutes=0.05), [])
-    assert (late["state"], late["reason"]) == ("failed", "took more than 0.05 minutes")
+    spoiled, out = importlib.import_module("spoiled"), tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(check_gpu, "PARTS", {name: getattr(spoiled, name) for name in ("device", "broken", "late")})
+
+    def call(status: int, **changes: Any) -> tuple[dict[str, Any], str]:
+        assert check_gpu.check(replace(CheckOptions(device="cpu", out=str(out)), **changes), []) == status
+        data, page = sorted(file for file in out.iterdir() if file.stem != "counted")
+        return {**json.loads(data.read_text())["parts"], "page": page.read_text()}, capsys.readouterr().out
+
+    found, _ = call(1, parts=("broken",))
+    rows = found["broken"]["rows"]
+    assert [*rows] == ["first", "raises", "dies", "last"] and rows["last"]["error"] == 0.1
+    assert (rows["raises"]["failed"], rows["dies"]["failed"]) == (
+        "ValueError: no such kernel",
+        "died with exit status 7",
+    )
+    assert found["broken"]["reason"] == "2 of 4, the first raises: ValueError: no such kernel"
+    assert r"| a \| b | 1 | – | – | 1 |" in found["page"] and r"It \| fails." in found["page"]
+
+    found, said = call(0, budget=0.2)  # what failed comes last, and without its good rows
+    assert (found["late"]["state"], found["late"]["reason"]) == ("stopped", "after 1 of 3 rows")
+    assert "broken: kept from an earlier call: first, last" in said and "broken: not begun: the budget is spent" in said
+    found, said = call(1, minutes=0.15)
+    assert "late: kept from an earlier call: first" in said and (out / "counted").read_text() == "x"
+    assert found["late"]["rows"]["waits"]["failed"] == "the part took more than 0.15 minutes"
+    call(1, parts=("late",), minutes=0.15)
+    assert (out / "counted").read_text() == "xx"
 
 
 def test_overlapping_kernels_are_busy_once() -> None:
-    assert check_gpu.covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
-    assert check_gpu.covered([]) == 0
-
-
-def test_decoding_norms_and_workers_are_measured() -> None:
-    layer = [word for word in TINY_LAYER if not word.startswith("device")]
-    (row,) = check_gpu.decode(replace(ON_CPU, contexts=(48,)), layer).values()
-    assert row["MLA, ms"] > 0 and row["GB/s"] > 0 and "paper: %" not in row
-    norms = check_gpu.norms(ON_CPU, SMALL)
-    assert len(norms) == 9 and "median" not in norms["p=2"] and all(row["ms"] > 0 for row in norms.values())
-    row = check_gpu.workers(2, check_gpu.model_overrides(ON_CPU, "baby_gpt", SMALL))
-    assert row["workers"] == 2 and row["tokens/s"] > 0
+    assert gpu.covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
+    assert gpu.covered([]) == 0

@@ -18,7 +18,7 @@ import pytest
 from conftest import ROOT, eventually, exit_status, fork, needs_compiler, processes_with
 from helpers.fineweb import Parquet, settings_of
 from helpers.runs import TORCHRUN, configured, saved_json
-from helpers.sweeps import tiny_sweep, where
+from helpers.sweeps import tiny_sweep, where, with_mps
 from tqdm import tqdm
 
 import train
@@ -39,12 +39,13 @@ def heed_hangup() -> None:
 
 SMALL = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=2", "threads=1"]
 PROGRAMS = {  # its words, what the command lines of its children have, and how many of them there are at least
-    "check_gpu": (["scripts/check_gpu.py", "device=cpu", "parts=[norms]", "rounds=9999", *SMALL], "spawn_main", 2),
+    "check_gpu": (["scripts/check_gpu.py", "device=cpu", "parts=[changes]", "rounds=9999", *SMALL], "spawn_main", 2),
     "bench": (
         ["scripts/benchmarks/bench_train.py", "variants=qk_norm=none;qk_norm=rms", "iters=10000000", "data=random",
          "data.n_tokens=1000", "data.vocab_size=9", "data.val_tokens=100", "device=cpu", *SMALL], "spawn_main", 1,
     ),
     "launch": (["sweeps/launch.py", "max_iters=100000"], "worker.py", 2),
+    "mps": (["sweeps/launch.py", "max_iters=100000", "launcher.workers=3", "launcher.mps=true"], "worker.py", 3),
     "torchrun": (["train.py", "max_iters=100000", "gradient_accumulation_steps=2"], "train.py", 2),
     "compilers": (["train.py"], "sleep", 2),  # of our kernels
 }  # fmt: skip
@@ -54,7 +55,7 @@ PROGRAMS = {  # its words, what the command lines of its children have, and how 
     ("name", "number"),
     [
         ("check_gpu", signal.SIGTERM), ("check_gpu", signal.SIGKILL), ("bench", signal.SIGKILL),
-        ("launch", signal.SIGHUP), ("torchrun", signal.SIGKILL), ("compilers", signal.SIGTERM),
+        ("launch", signal.SIGHUP), ("mps", signal.SIGKILL), ("torchrun", signal.SIGKILL), ("compilers", signal.SIGTERM),
         ("compilers", signal.SIGKILL),
     ],
 )  # fmt: skip
@@ -62,10 +63,16 @@ def test_what_is_ended_takes_its_children_along(
     name: str, number: signal.Signals, tmp_path: Path, corpus: Path, tiny_run: list[str]
 ) -> None:
     (script, *words), part, least = PROGRAMS[name]
-    words += where(tiny_sweep(tmp_path, corpus)) if name == "launch" else tiny_run if script == "train.py" else []
+    words += (
+        where(tiny_sweep(tmp_path, corpus))[:2]
+        if script == "sweeps/launch.py"
+        else tiny_run
+        if script == "train.py"
+        else []
+    )
     python = TORCHRUN if name == "torchrun" else [sys.executable]
     mark = {"TEST_MARK": str(tmp_path)}
-    environment = {**os.environ, **mark}
+    environment = {**(with_mps(tmp_path) if name == "mps" else os.environ), **mark}
     if name == "compilers":
         slow = tmp_path / "c++"
         slow.write_text("#!/bin/sh\nsleep 600 &\nwait\n")
@@ -89,6 +96,7 @@ def test_what_is_ended_takes_its_children_along(
         process.send_signal(number)
         assert process.wait() == -number
         eventually(lambda: processes_with(mark) == [])
+        assert not [*tmp_path.glob("nanoqk_mps_*")]
     finally:
         for pid in processes_with(mark):
             os.kill(pid, signal.SIGKILL)

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 from conftest import ROOT, eventually
 from helpers.runs import assert_same_run, lines
-from helpers.sweeps import assert_same_sweep, frozen, launched, pending_signals, times_finished, tiny_sweep, where
+from helpers.sweeps import (
+    assert_same_sweep,
+    frozen,
+    launched,
+    pending_signals,
+    times_finished,
+    tiny_sweep,
+    use_mps,
+    where,
+)  # fmt: skip
 from variants import FULL
 
 import sweeps.plan
@@ -337,7 +346,8 @@ def test_a_run_of_several_ranks_that_fails_says_so(tmp_path: Path, corpus: Path)
 def test_workers_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four workers on two GPUs, each of which sees one; here they only say which."""
     (tmp_path / "logs").mkdir()
-    (tmp_path / "worker.py").write_text("import os; print('GPU', os.environ['CUDA_VISIBLE_DEVICES'])")
+    code = "import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'), os.environ['CUDA_VISIBLE_DEVICES'])"
+    (tmp_path / "worker.py").write_text(code)
     monkeypatch.setattr(launchers, "WORKER", str(tmp_path / "worker.py"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5ee")
     assert launchers.Local(launchers.LocalOptions(), tmp_path, "launch").workers == 2
@@ -351,6 +361,16 @@ def test_workers_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     eventually(lambda: local.alive() == 0)
     said = [(tmp_path / "logs" / f"worker_{i}.log").read_text().split()[-1] for i in range(4)]
     assert sorted(said) == ["3", "3", "GPU-5ee", "GPU-5ee"]
+
+    use_mps(tmp_path, monkeypatch)
+    local = launchers.Local(launchers.LocalOptions(workers=4, mps=True), tmp_path, "shared")
+    local.start(4)
+    (pipes,) = tmp_path.glob("nanoqk_mps_*")
+    assert (tmp_path / "logs" / "mps_shared" / "gpus").read_text() == "3,5\n" and local.failure() is None
+    eventually(lambda: local.alive() == 0)
+    local.stop()
+    said = [(tmp_path / "logs" / f"worker_{i}.log").read_text().splitlines()[-1] for i in range(4)]
+    assert said == [f"{pipes} {gpu}" for gpu in (0, 1, 0, 1)] and not pipes.exists()
 
 
 def test_a_run_that_always_fails_is_tried_again_named_and_does_not_stop_the_others(sweep: Path) -> None:
@@ -368,6 +388,18 @@ def test_a_run_that_always_fails_is_tried_again_named_and_does_not_stop_the_othe
     (folder / broken.id / "metrics.jsonl").rmdir()
     (folder / foreign.id / "thesis.tex").unlink()
     assert "4 done" in launched(sweep, ONE, "sweep.folds=[0]")
+
+
+@pytest.mark.parametrize(("daemon", "status"), [("exit 7", 7), ("sleep 4; exit 8", 8)])
+def test_a_daemon_of_mps_that_dies_stops_the_launch_in_one_line(
+    daemon: str, status: int, sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, or while workers train."""
+    use_mps(sweep.parent, monkeypatch, daemon)
+    output = launched(sweep, "launcher.workers=3", "launcher.mps=true", "max_iters=100000", status=1)
+    error = f"error: launcher.mps=true: nvidia-cuda-mps-control ended with status {status}: see "
+    assert [line.startswith(error) for line in output.splitlines()].count(True) == 1
+    assert workers_of(sweep.parent / "sweep") == []
 
 
 def test_fail_fast_stops_the_other_runs(sweep: Path) -> None:

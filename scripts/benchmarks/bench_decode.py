@@ -34,7 +34,18 @@ from core.process import say
 from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, options, require, show
 from model.generate import decoding_weights
 from model.gpt import GPT, MultiHeadLatentAttention, Rope
-from scripts.benchmarks.timing import Side, Turn, Turns, Work, alternate, machine, median, ratio, run_benchmark
+from scripts.benchmarks.timing import (
+    Side,
+    Turn,
+    Turns,
+    Work,
+    alternate,
+    captured,
+    machine,
+    median,
+    ratio,
+    run_benchmark,
+)
 from sweeps.plan import compose
 from training.config import TrainConfig, load_config
 
@@ -161,20 +172,10 @@ def layer(config: TrainConfig, batch: int, shared: Shared) -> tuple[dict[str, St
 def graph_of(step: Step) -> Step:
     """GRAPH compiled steps as one CUDA graph. Its result must be that of the step."""
     expected = step().float()
-    compiled = torch.compile(step)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # compilation and the first calls of kernels cannot be captured
-        for _ in range(3):
-            compiled()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GRAPH):
-            y = compiled()
-    graph.replay()
-    error = float((y.float() - expected).norm() / expected.norm())
+    replay = captured(torch.compile(step), GRAPH)
+    error = float((replay().float() - expected).norm() / expected.norm())
     assert error < 5e-2, f"the CUDA graph differs from the step by {error}"
-    return graph.replay
+    return replay
 
 
 def copying(device_word: str, threads: int | None) -> tuple[Work, dict[str, Any]]:
@@ -212,7 +213,7 @@ def bench_point(configs: dict[str, TrainConfig], batch: int, rounds: int, starts
         n = {name: max(5 if taken < 1 else 1, round(seconds / taken)) for name, taken in once.items()}
         of_start = alternate({side.name: partial(side.take_turn, n[side.name]) for side in sides}, rounds)
         for side in sides:
-            side.stop()
+            side.close()
         cache_bytes = sides[0].info
         for name in configs:
             turns[name] += [turn[name] for turn in of_start["MLA"]]

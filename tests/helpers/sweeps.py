@@ -2,11 +2,14 @@
 
 import csv
 import io
+import os
+import tempfile
 from collections.abc import Container
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from conftest import TINY
 
@@ -33,6 +36,32 @@ def frozen(sweep: Path, changes: dict[str, Any] | None = None, *words: str) -> l
     definition, folder = load_sweep(str(sweep), changes or {}), sweep.parent / "sweep"
     freeze(folder, "tiny", definition, [*words], plan_runs(definition, [*words]), trains=True)
     return read_plan(folder)
+
+
+MPS = """#!/bin/sh
+cd "$CUDA_MPS_PIPE_DIRECTORY" || exit 1
+case $1 in
+-f) echo $$ >pid; echo "$CUDA_VISIBLE_DEVICES" >"$CUDA_MPS_LOG_DIRECTORY/gpus"; {daemon};;
+*) read -r word; [ -s pid ] || exit 1; [ "$word" != quit ] || kill "$(cat pid)";;
+esac
+"""
+
+
+def with_mps(folder: Path, daemon: str = "exec sleep 600") -> dict[str, str]:
+    """The environment of a machine with two GPUs and a stand-in for MPS, a shell's command that can be told to quit."""
+    file = folder / "bin" / "nvidia-cuda-mps-control"
+    file.parent.mkdir()
+    file.write_text(MPS.format(daemon=daemon))
+    file.chmod(0o755)
+    gpus = {"CUDA_VISIBLE_DEVICES": "3,5", "TMPDIR": str(folder)}
+    return {**os.environ, **gpus, "PATH": f"{file.parent}:{os.environ['PATH']}"}
+
+
+def use_mps(folder: Path, monkeypatch: pytest.MonkeyPatch, daemon: str = "exec sleep 600") -> None:
+    """This process is on that machine."""
+    for name, value in with_mps(folder, daemon).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tempfile, "tempdir", None)  # TMPDIR is read anew
 
 
 def where(sweep: Path) -> list[str]:
