@@ -1,60 +1,80 @@
-"""The board of the attention track: a row for each contestant, from the stored reports of its two sweeps.
+"""The board of a track: a row for each contestant, judged against the RMS QK norm, from stored runs.
 
-grid: every contestant at every learning rate. final: every contestant at its best rate, with fresh seeds, which alone
-decide. results/attention_track/README.md has the rules.
+A board opens with several contestants; each entry adds one. Both have a grid, every contestant at every learning rate,
+and final runs at its best rate with fresh seeds, which alone decide. results/attention_track/README.md has the rules.
 """
 
+import csv
+import io
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from core.files import read_json
+from core.git import short
 from core.schema import require
 from scripts.reporting.charts import OKABE_ITO, Figure, Spec, marks, quantity
 from scripts.reporting.comparisons import Comparison, compare
 from scripts.reporting.numbers import Estimate, interval, n_needed
-from scripts.reporting.rates import best_rate, final_means, highest_stable, runs_by_rate
+from scripts.reporting.rates import best_rate, final_means, runs_by_rate
 from scripts.reporting.runs import METRICS, Sweep
-from scripts.reporting.tables import Columns, Table, ends, filled, mean_and_ends, number, p_value
+from scripts.reporting.stored import read_stored
+from scripts.reporting.tables import Columns, ends, filled, mean_and_ends, number
 from sweeps.definition import pair
 
-BASELINE = "rms"  # the contestant that differences are to
+BASELINE, PLAIN = "rms", "none"  # the contestants that losses, and times, are compared with
+ROWS = 40  # of a board at most, so that each row has a level of its own and no later one changes its verdict
+LEVEL = 0.05 / ROWS
+FINAL = "final"  # the part of an entry's sweep with the final runs; the others are its grid
+SLOTS = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip", "attention")  # what an entry may set
+UNUSED = ("none", "plain", "mha")  # in a slot
 PLATEAU = 0.02  # nats: rates within this of a contestant's best one are good ones
 LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant. means: learning rate -> mean loss over the seeds of the grid; tried: all its rates. loss: of the
-    final runs; lost: how many of these are not done.
+    """A row. settings: of its first final run, flat, with the hashes of its plugins. means: learning rate -> mean loss
+    over the seeds of the grid; tried: all its rates. loss: of the final runs; lost: how many of these are not done.
 
-    ratios: time of an update, and of a decoded token, over `none`, with their intervals. wide: the interval of the
-    difference to BASELINE at the level of Holm's step.
+    against: its difference to BASELINE, of the same machine. ratios: time of an update, and of a decoded token, over
+    PLAIN, with their intervals. about: machine, date, commit, by. status: "" or why the row does not count any more.
     """
 
     name: str
+    settings: Mapping[str, Any]
     means: dict[float, float]
-    stable: float | None
+    tried: Sequence[float]
     loss: Estimate
+    lost: int
     against: Comparison | None
-    wide: Estimate | None
     logit: float | None
-    cache: float | None
     parameters: float | None
     ratios: tuple[Mapping[str, float], Mapping[str, float]]
-    tried: Sequence[float]
-    lost: int
+    about: Mapping[str, str]
+    status: str = ""
 
-    @property
+    @cached_property
     def verdict(self) -> str:
         if self.lost:
             return f"{self.lost} of {self.lost + self.loss.n} runs are not done"
         return "–" if self.against is None else self.against.verdict("better", "worse")
+
+    @property
+    def wide(self) -> Estimate | None:
+        """The difference with its interval at the board's level."""
+        known = self.against is not None and self.against.estimate is not None
+        return self.against.deciding_interval(LEVEL) if self.against and known else None
+
+    @property
+    def slot(self) -> str:
+        return " + ".join(group for group in SLOTS if self.settings.get(f"{group}.name", "none") not in UNUSED) or "–"
 
 
 # -----------------------------------------------------------------------------
@@ -92,41 +112,87 @@ def plateau(means: Mapping[float, float], tried: Iterable[float]) -> float:
     return math.log2(block[-1] / block[0])
 
 
-def entries(grid: Sweep, final: Sweep, times: Path) -> list[Entry]:
-    """The contestants, the lowest loss first, those with lost runs last. times: the folder of train.json and
-    decode.json.
+def grid_and_final(sweep: Sweep) -> tuple[Sweep, Sweep]:
+    """The two parts of an entry's sweep, as sweeps of their own."""
+    plain, prefix = replace(sweep.definition, parts={}), f"{FINAL}/"
+    final = [run for run in sweep.runs if run.settings[0].startswith(prefix)]
+    renamed = [replace(run, settings=[one.removeprefix(prefix) for one in run.settings]) for run in final]
+    grid = [run for run in sweep.runs if run not in final]
+    return replace(sweep, definition=plain, runs=grid), replace(sweep, definition=plain, runs=renamed)
+
+
+def stored(folder: Path) -> tuple[Sweep, Sweep]:
+    """The grid and the final runs of an entry, or of what opened a board. Raises: ConfigError."""
+    if (folder / "grid").is_dir():
+        return read_stored(folder / "grid", "grid"), read_stored(folder / FINAL, FINAL)
+    return grid_and_final(read_stored(folder, folder.name))
+
+
+def entry_folders(folder: Path) -> list[Path]:
+    """Those of a board, of one contestant in the order in which they came: NAME.1, NAME.2, NAME."""
+    found = [path for path in (folder / "entries").glob("*") if (path / "provenance.json").is_file()]
+    return sorted(found, key=lambda path: (path.name.partition(".")[0], not path.suffix, path.name))
+
+
+def rows(folder: Path) -> list[Entry]:
+    """Every row that a board ever had, those that count first, the lowest difference first. Raises: ConfigError."""
+    opened = entries(*stored(folder), folder, {"by": "nanoQK", "date": "–"})
+    every = opened + [row for path in entry_folders(folder) for row in entry_rows(path)]
+    last = {row.name: i for i, row in enumerate(every)}
+    for i, row in enumerate(every):
+        if not row.status and last[row.name] != i:
+            every[i] = replace(row, status="superseded")
+    return sorted(every, key=rank)
+
+
+def rank(row: Entry) -> tuple[bool, bool, float]:
+    difference = row.against.estimate.mean if row.against and row.against.estimate else 0.0
+    return row.status != "", row.lost > 0, difference
+
+
+def entry_rows(path: Path) -> list[Entry]:
+    """The row of an entry's folder."""
+    about = read_json(path / "provenance.json")
+    found = entries(*stored(path), path, {key: str(about.get(key, "–")) for key in ("by", "date")})
+    return [replace(row, status=f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "") for row in found]
+
+
+def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) -> list[Entry]:
+    """The contestants of the grid. times: the folder of train.json and decode.json. about: as in Entry.
 
     Raises: ConfigError where the final sweep has a contestant that the grid lacks, or not at its best rate.
     """
-    rates, means, names = runs_by_rate(grid), mean_losses(grid), final.settings
+    rates, means = runs_by_rate(grid), mean_losses(grid)
+    names = [name for name in final.settings if name in means or name != BASELINE]
     require(all(name in means for name in names), f"{grid.name} lacks some of {', '.join(names)}")
-    others = compare(final, [pair(name, BASELINE) for name in names if name != BASELINE], METRICS[0])
-    against, wide = {c.a: c for c in others}, widened(others)
-    update, decode = (ratios_of(times / file, means) for file in ("train.json", "decode.json"))
+    update, decode = (ratios_of(times / file, [*means, PLAIN]) for file in ("train.json", "decode.json"))
+    where = [*final.distinct("device"), *(["float32"] if "torch.float32" in final.distinct("dtype") else [])]
+    commits = (short(commit)[:7] + commit[40:] for commit in final.distinct("commit"))
+    about = {"machine": ", ".join(where), "commit": ", ".join(commits), **about}
     found = []
     for name in names:
         runs = final.done(name)
         require(bool(runs), f"{final.name} has no run of {name} that is done")
         best, rate = best_rate(means[name]), runs[0].config["optim.learning_rate"]
         require(rate == best, f"{final.name} has {name} at the learning rate {rate:g}; the grid's best is {best:g}")
-        first = runs[0].summary
         logits = [run.summary[LOGIT_KEY] for run in runs if LOGIT_KEY in run.summary]
         found.append(Entry(
-            name=name, means=means[name], tried=[*rates[name]], stable=highest_stable(rates[name])[0],
-            loss=interval([run.summary[LOSS_KEY] for run in runs]), lost=len(final.runs_of(name)) - len(runs),
-            against=against.get(name), wide=wide.get(name), logit=max(logits, default=None),
-            cache=first.get("cache_bytes_per_token"), parameters=first.get("parameters"),
-            ratios=(update.get(name, {}), decode.get(name, {})),
+            name=name, settings=runs[0].config | {"plugins": runs[0].summary.get("plugins", {})},
+            means=means[name], tried=[*rates[name]], loss=interval([run.summary[LOSS_KEY] for run in runs]),
+            lost=len(final.runs_of(name)) - len(runs), against=against_baseline(final, name),
+            logit=max(logits, default=None), parameters=runs[0].summary.get("parameters"),
+            ratios=(update.get(name, {}), decode.get(name, {})), about=about,
         ))  # fmt: skip
-    return sorted(found, key=lambda entry: (entry.lost > 0, entry.loss.mean))
+    return found
 
 
-def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
-    """Each difference's interval at the level of Holm's step: of m comparisons the one with the k-th smallest p has
-    1 - 0.05 / (m - k + 1), as the board's rules say. It excludes zero where that step's own p is small enough; Holm
-    rejects no step after the first whose p is not."""
-    tested = sorted((c for c in family if c.deciding_test in c.p), key=lambda c: c.p[c.deciding_test])
-    return {c.a: c.deciding_interval(0.05 / (len(family) - k)) for k, c in enumerate(tested)}
+def against_baseline(final: Sweep, name: str) -> Comparison | None:
+    """A contestant's difference to BASELINE, whose p counts ROWS times: that is its level, whatever the other rows."""
+    if name == BASELINE:
+        return None
+    (found,) = compare(final, [pair(name, BASELINE)], METRICS[0])
+    found.adjusted = {test: None if p is None else min(1.0, ROWS * p) for test, p in found.adjusted.items()}
+    return found
 
 
 def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Mapping[str, float]]:
@@ -139,7 +205,7 @@ def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Mapping[str
     content: Any = read_json(file)
     content = content.get("1_sequences", content)  # bench_sample.py groups its results, and once wrote speeds
     timed = next(iter(content.get("variants", {})), None)
-    require(timed in contestants, f"{file} does not time contestants: scripts/track.py times=true prints the command")
+    require(timed in contestants, f"{file} does not time contestants: scripts/track.py enter= writes it")
     ends = {"median": "median", "low": "high", "high": "low"}
     speeds = content.get("speed_over_first", {}).items()
     inverted = {name: {key: 1 / of[end] for key, end in ends.items() if end in of} for name, of in speeds}
@@ -176,31 +242,93 @@ def noise(found: Sequence[Entry]) -> str:
     )
 
 
-DIFFERENCES: Columns[Entry] = {
+COUNTED: Columns[Entry] = {
     "contestant": lambda e: e.name,
+    "slot": lambda e: e.slot,
     "verdict": lambda e: e.verdict,
+    f"loss minus {BASELINE}, {100 - 100 * LEVEL:g} %": lambda e: mean_and_ends(e.wide, "+.4f"),
+    "95 %": lambda e: ends(e.against.deciding if e.against else None, "+.4f"),
+    "n": lambda e: f"{e.loss.n}",
     "loss": lambda e: number(e.loss.mean),
-    f"minus {BASELINE}, 95 %": lambda e: mean_and_ends(e.against.deciding if e.against else None, "+.4f"),
-    "corrected": lambda e: ends(e.wide, "+.4f"),
-    "Holm p": lambda e: p_value(e.against.adjusted[e.against.deciding_test] if e.against and e.wide else None),
-}
-BOARD: Columns[Entry] = {
     "best rate": lambda e: number(best_rate(e.means), "g"),
     "good rates, octaves": lambda e: number(plateau(e.means, e.tried), "g"),
-    "highest stable rate": lambda e: number(e.stable, "g"),
     "largest logit": lambda e: number(e.logit, ".1f"),
     "update time": lambda e: times(e.ratios[0]),
     "decode time": lambda e: times(e.ratios[1]),
-    "cache, bytes a token": lambda e: number(e.cache, ",.0f"),
     "parameters": lambda e: number(e.parameters, ",.0f"),
+    "machine": lambda e: e.about["machine"],
+    "date": lambda e: e.about["date"],
+    "commit": lambda e: e.about["commit"],
+    "entered by": lambda e: e.about["by"],
 }
-SMALL = ("largest logit", "parameters")  # columns of runs at one rate, which were not timed
+OTHERS = COUNTED | {"why": lambda e: e.status}
+FIRST = 4  # rows of the README's table, and that of PLAIN
+README: Columns[tuple[int, Entry]] = {
+    "rank": lambda row: f"{row[0]}",
+    "contestant": lambda row: row[1].name,
+    "loss minus RMS, 95 %": lambda row: mean_and_ends(row[1].against.deciding if row[1].against else None, "+.4f"),
+    "n": lambda row: f"{row[1].loss.n}",
+    "verdict": lambda row: row[1].verdict,
+    "time of an update": lambda row: times(row[1].ratios[0]),
+    "entered by": lambda row: row[1].about["by"],
+}
 
 
-def board(found: Sequence[Entry], columns: Collection[str] = BOARD.keys()) -> Table:
-    """columns: those of BOARD that follow DIFFERENCES."""
-    more = {head: cell for head, cell in BOARD.items() if head in columns}
-    return filled(DIFFERENCES | more, found, text_columns=2)
+def first_rows(found: Sequence[Entry]) -> tuple[str, str]:
+    """What the README says of a board, and its table."""
+    counted = [row for row in found if not row.status]
+    floor = noise_floor(counted)
+    assert floor is not None
+    better, worse = (sum(row.verdict == word for row in counted) for word in ("better", "worse"))
+    said = (
+        f"{len(counted)} controls of attention logits, plain attention (`{PLAIN}`) among them, each at its own best "
+        f"learning rate. Against the {BASELINE.upper()} QK norm {better} are better, {worse} worse, and "
+        f"{len(counted) - 1 - better - worse} not told apart, each at the level 0.05 / {ROWS}. {counted[0].loss.n} "
+        f"seeds find a single difference of {floor[2]:.3f} nats with 80\u00a0% power. Rank: by mean difference. "
+        f"Time: over that of `{PLAIN}`."
+    )
+    shown = [(i, row) for i, row in enumerate(counted, 1) if i <= FIRST or row.name == PLAIN]
+    table = filled(README, shown, text_columns=2)
+    gap = ["…", *[""] * (len(table.columns) - 1)]
+    return said, replace(table, rows=[*table.rows[:FIRST], gap, *table.rows[FIRST:]]).markdown()
+
+
+def board(found: Sequence[Entry]) -> str:
+    """The tables: the rows that count, and those that do not any more."""
+    counted, others = ([row for row in found if bool(row.status) == gone] for gone in (False, True))
+    text = f"{noise(counted)}\n\n{filled(COUNTED, counted, text_columns=3).markdown()}"
+    if others:
+        text += f"\n### Superseded and withdrawn\n\n{filled(OTHERS, others, text_columns=3).markdown()}"
+    return text
+
+
+def board_csv(found: Sequence[Entry]) -> str:
+    """A line a row, with numbers to six decimals, so that every machine writes the same."""
+    text = io.StringIO()
+    lines = [*map(csv_line, found)]
+    writer = csv.DictWriter(text, [*lines[0]], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def csv_line(e: Entry) -> dict[str, str]:
+    wide, of_95 = e.wide, e.against.deciding if e.against else None
+    update, decode = e.ratios
+    numbers: dict[str, Any] = {
+        "difference": wide and wide.mean, "low": wide and wide.low, "high": wide and wide.high,
+        "low_95": of_95 and of_95.low, "high_95": of_95 and of_95.high, "loss": e.loss.mean,
+        "best_rate": best_rate(e.means), "good_octaves": plateau(e.means, e.tried), "largest_logit": e.logit,
+        "update_time": update.get("median"), "update_low": update.get("low"), "update_high": update.get("high"),
+        "decode_time": decode.get("median"), "decode_low": decode.get("low"), "decode_high": decode.get("high"),
+        "parameters": e.parameters,
+    }  # fmt: skip
+    text = {"contestant": e.name, "status": e.status, "slot": e.slot, "verdict": e.verdict, "n": f"{e.loss.n}"}
+    return (
+        text
+        | {key: "" if value is None else f"{round(value, 6):.12g}" for key, value in numbers.items()}
+        | dict(e.about)
+    )
 
 
 def times(ratio: Mapping[str, float]) -> str:
