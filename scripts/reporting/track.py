@@ -8,6 +8,7 @@ import csv
 import io
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -128,33 +129,21 @@ def stored(folder: Path) -> tuple[Sweep, Sweep]:
     return grid_and_final(read_stored(folder, folder.name))
 
 
-def entry_folders(folder: Path) -> list[Path]:
-    """Those of a board, of one contestant in the order in which they came: NAME.1, NAME.2, NAME."""
-    found = [path for path in (folder / "entries").glob("*") if (path / "provenance.json").is_file()]
-    return sorted(found, key=lambda path: (path.name.partition(".")[0], not path.suffix, path.name))
-
-
 def rows(folder: Path) -> list[Entry]:
     """Every row that a board ever had, those that count first, the lowest difference first. Raises: ConfigError."""
+    entered = [entry_row(file.parent) for file in sorted((folder / "entries").glob("*/entry.yaml"))]
+    again = {row.name for row in entered}
     opened = entries(*stored(folder), folder, {"by": "nanoQK", "date": "–"})
-    every = opened + [row for path in entry_folders(folder) for row in entry_rows(path)]
-    last = {row.name: i for i, row in enumerate(every)}
-    for i, row in enumerate(every):
-        if not row.status and last[row.name] != i:
-            every[i] = replace(row, status="superseded")
-    return sorted(every, key=rank)
+    old = [replace(row, status="superseded") if row.name in again else row for row in opened]
+    return sorted(old + entered, key=lambda row: (row.status != "", row.lost > 0, row.wide.mean if row.wide else 0.0))
 
 
-def rank(row: Entry) -> tuple[bool, bool, float]:
-    difference = row.against.estimate.mean if row.against and row.against.estimate else 0.0
-    return row.status != "", row.lost > 0, difference
-
-
-def entry_rows(path: Path) -> list[Entry]:
-    """The row of an entry's folder."""
+def entry_row(path: Path) -> Entry:
+    """The row of an entry's folder, NAME, or NAME.1 where another one has superseded it."""
     about = read_json(path / "provenance.json")
-    found = entries(*stored(path), path, {key: str(about.get(key, "–")) for key in ("by", "date")})
-    return [replace(row, status=f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "") for row in found]
+    (row,) = entries(*stored(path), path, {key: str(about.get(key, "–")) for key in ("by", "date")})
+    status = f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "superseded" if path.suffix else ""
+    return replace(row, status=status)
 
 
 def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) -> list[Entry]:
@@ -242,12 +231,13 @@ def noise(found: Sequence[Entry]) -> str:
     )
 
 
+DIFFERENCE = f"loss minus {BASELINE}, 95 %"
 COUNTED: Columns[Entry] = {
     "contestant": lambda e: e.name,
     "slot": lambda e: e.slot,
     "verdict": lambda e: e.verdict,
-    f"loss minus {BASELINE}, {100 - 100 * LEVEL:g} %": lambda e: mean_and_ends(e.wide, "+.4f"),
-    "95 %": lambda e: ends(e.against.deciding if e.against else None, "+.4f"),
+    DIFFERENCE: lambda e: mean_and_ends(e.against.deciding if e.against else None, "+.4f"),
+    f"{100 - 100 * LEVEL:g} %": lambda e: ends(e.wide, "+.4f"),
     "n": lambda e: f"{e.loss.n}",
     "loss": lambda e: number(e.loss.mean),
     "best rate": lambda e: number(best_rate(e.means), "g"),
@@ -263,34 +253,7 @@ COUNTED: Columns[Entry] = {
 }
 OTHERS = COUNTED | {"why": lambda e: e.status}
 FIRST = 4  # rows of the README's table, and that of PLAIN
-README: Columns[tuple[int, Entry]] = {
-    "rank": lambda row: f"{row[0]}",
-    "contestant": lambda row: row[1].name,
-    "loss minus RMS, 95 %": lambda row: mean_and_ends(row[1].against.deciding if row[1].against else None, "+.4f"),
-    "n": lambda row: f"{row[1].loss.n}",
-    "verdict": lambda row: row[1].verdict,
-    "time of an update": lambda row: times(row[1].ratios[0]),
-    "entered by": lambda row: row[1].about["by"],
-}
-
-
-def first_rows(found: Sequence[Entry]) -> tuple[str, str]:
-    """What the README says of a board, and its table."""
-    counted = [row for row in found if not row.status]
-    floor = noise_floor(counted)
-    assert floor is not None
-    better, worse = (sum(row.verdict == word for row in counted) for word in ("better", "worse"))
-    said = (
-        f"{len(counted)} controls of attention logits, plain attention (`{PLAIN}`) among them, each at its own best "
-        f"learning rate. Against the {BASELINE.upper()} QK norm {better} are better, {worse} worse, and "
-        f"{len(counted) - 1 - better - worse} not told apart, each at the level 0.05 / {ROWS}. {counted[0].loss.n} "
-        f"seeds find a single difference of {floor[2]:.3f} nats with 80\u00a0% power. Rank: by mean difference. "
-        f"Time: over that of `{PLAIN}`."
-    )
-    shown = [(i, row) for i, row in enumerate(counted, 1) if i <= FIRST or row.name == PLAIN]
-    table = filled(README, shown, text_columns=2)
-    gap = ["…", *[""] * (len(table.columns) - 1)]
-    return said, replace(table, rows=[*table.rows[:FIRST], gap, *table.rows[FIRST:]]).markdown()
+SHOWN = ("contestant", "slot", "verdict", DIFFERENCE, "n", "update time", "entered by")  # there
 
 
 def board(found: Sequence[Entry]) -> str:
@@ -302,19 +265,34 @@ def board(found: Sequence[Entry]) -> str:
     return text
 
 
+def first_rows(found: Sequence[Entry]) -> tuple[str, str]:
+    """What the README says of a board, and its table."""
+    counted = [row for row in found if not row.status]
+    floor, verdicts = noise_floor(counted), Counter(row.verdict for row in counted)
+    assert floor is not None
+    said = (
+        f"{len(counted)} controls of attention logits, plain attention (`{PLAIN}`) among them, each at its own best "
+        f"learning rate. Against the {BASELINE.upper()} QK norm {verdicts['better']} are better, {verdicts['worse']} "
+        f"worse, and {verdicts['not told apart']} not told apart, each at the level 0.05 / {ROWS}. {counted[0].loss.n} "
+        f"seeds find a single difference of {floor[2]:.3f} nats with 80\u00a0% power. Rank: by mean difference. "
+        f"Time: over that of `{PLAIN}`."
+    )
+    rank = {row.name: i for i, row in enumerate(counted, 1)}
+    columns = {"rank": lambda row: f"{rank[row.name]}", **{head: COUNTED[head] for head in SHOWN}}
+    table = filled(columns, [row for row in counted if rank[row.name] <= FIRST or row.name == PLAIN], text_columns=4)
+    gap = ["…", *[""] * (len(table.columns) - 1)]
+    return said, replace(table, rows=[*table.rows[:FIRST], gap, *table.rows[FIRST:]]).markdown()
+
+
 def board_csv(found: Sequence[Entry]) -> str:
     """A line a row, with numbers to six decimals, so that every machine writes the same."""
-    text = io.StringIO()
-    lines = [*map(csv_line, found)]
-    writer = csv.DictWriter(text, [*lines[0]], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
+    text, lines = io.StringIO(), [*map(csv_line, found)]
+    csv.writer(text, lineterminator="\n").writerows([[*lines[0]], *(line.values() for line in lines)])
     return text.getvalue()
 
 
 def csv_line(e: Entry) -> dict[str, str]:
-    wide, of_95 = e.wide, e.against.deciding if e.against else None
-    update, decode = e.ratios
+    wide, of_95, (update, decode) = e.wide, e.against and e.against.deciding, e.ratios
     numbers: dict[str, Any] = {
         "difference": wide and wide.mean, "low": wide and wide.low, "high": wide and wide.high,
         "low_95": of_95 and of_95.low, "high_95": of_95 and of_95.high, "loss": e.loss.mean,
@@ -324,11 +302,7 @@ def csv_line(e: Entry) -> dict[str, str]:
         "parameters": e.parameters,
     }  # fmt: skip
     text = {"contestant": e.name, "status": e.status, "slot": e.slot, "verdict": e.verdict, "n": f"{e.loss.n}"}
-    return (
-        text
-        | {key: "" if value is None else f"{round(value, 6):.12g}" for key, value in numbers.items()}
-        | dict(e.about)
-    )
+    return text | {key: "" if x is None else f"{round(x, 6):.12g}" for key, x in numbers.items()} | dict(e.about)
 
 
 def times(ratio: Mapping[str, float]) -> str:
