@@ -64,6 +64,7 @@ SEEDS = [*range(11, 19)]  # of the final runs
 MORE_RATES = 3  # than the grid has, where the best one is at its edge
 LENGTH = ("max_iters", "eval_interval", "eval_iters", "dtype")  # what the recipe says and no run id
 QUIET = 0.3  # CPUs that other programs may use while times are measured
+ROUNDS = (41, 21)  # of the times of updates, of decoding
 NAME = Rule(
     lambda name: re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) is not None and name not in (BASELINE, PLAIN, FINAL),
     f"must be a lower-case word, and not {BASELINE}, {PLAIN} or {FINAL}",
@@ -166,8 +167,8 @@ def of_plugin(file: Path) -> dict[str, Any]:
     require(
         Path(found).resolve() == file.resolve(), f"enter={file}: plugins=[{file.stem}] is {found}: start in its folder"
     )
-    slots = {group: declared(TrainConfig)[group].options for group in SLOTS}
-    made = [(group, name) for group, of in slots.items() for name, cls in of.items() if cls.__module__ == file.stem]
+    known = [(group, *one) for group in SLOTS for one in declared(TrainConfig)[group].options.items()]
+    made = [(group, name) for group, name, cls in known if cls.__module__ == file.stem]
     require(len(made) == 1, f"enter={file} must register one variant, not {len(made)}: write a .yaml that names one")
     ((group, name),) = made
     return {"name": name, "overrides": [f"plugins=[{file.stem}]", f"{group}={name}"]}
@@ -341,8 +342,8 @@ def measure(folder: Path, sweep: Definition, words: Words) -> None:
 
     timed = {PLAIN: sweep.grid["words"][PLAIN], **words}
     variants = {"variants": ";".join(f"{name}: {' '.join(of)}" for name, of in timed.items())}
-    update = settings_of(bench_train.BenchOptions, variants | {"together": True, "rounds": 41, "iters": 10})
-    decode = settings_of(bench_sample.BenchOptions, variants | {"rounds": 21, "tokens": 120})
+    update = settings_of(bench_train.BenchOptions, variants | {"together": True, "rounds": ROUNDS[0], "iters": 10})
+    decode = settings_of(bench_sample.BenchOptions, variants | {"rounds": ROUNDS[1], "tokens": 120})
     found = [bench_train.bench(update, [*sweep.overrides]), bench_sample.bench(decode, [*sweep.overrides])]
     for file, content in zip(files, found, strict=True):
         write_atomic(file, (json.dumps(content) + "\n").encode())
@@ -372,7 +373,8 @@ def verified(path: Path, folder: Path) -> Entry:
     row, (grid, final) = track.entry_row(path), track.stored(path)
     recorded = {f"{plugin}.py": sha256 for plugin, sha256 in row.settings["plugins"].items()}
     for name, sha256 in {**read_json(path / "provenance.json")["sha256"], **recorded}.items():
-        require(file_sha256(path / name) == sha256, f"{name} was changed, or is not what its runs had")
+        good = Path(name).name == name and file_sha256(path / name, within=path) == sha256
+        require(good, f"{name} was changed, or is not what its runs had")
     for run in (*grid.runs, *final.runs):
         same = not run.done or min(run.losses.values(), default=None) == run.summary.get(LOSS_KEY)
         require(same, f"{run.id} has another lowest loss in its curve")

@@ -291,29 +291,20 @@ def edited(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new, 1))
 
 
-def with_hash(entry: Path) -> None:
-    """What a liar would do: the hash of the new runs.csv in provenance.json."""
-    about = json.loads((entry / "provenance.json").read_text())
-    about["sha256"]["runs.csv"] = sha256((entry / "runs.csv").read_bytes()).hexdigest()
-    (entry / "provenance.json").write_text(json.dumps(about))
-
-
-def lower_loss(entry: Path, liar: bool) -> None:
+def falsify(entry: Path, key: str, new: str, liar: bool = True) -> None:
+    """Another value in a final run's line. liar: with the hash of the new runs.csv in provenance.json."""
     (row, *_) = (row for row in csv.DictReader((entry / "runs.csv").open()) if row["settings"] == "final/asinh")
-    edited(entry / "runs.csv", row["val/loss_min"], "1.5")
+    edited(entry / "runs.csv", f",{row[key]},", f",{new},")
     if liar:
-        with_hash(entry)
-
-
-def lower_parameters(entry: Path) -> None:
-    edited(entry / "runs.csv", ",6672,", ",6600,")
-    with_hash(entry)
+        about = json.loads((entry / "provenance.json").read_text())
+        about["sha256"]["runs.csv"] = sha256((entry / "runs.csv").read_bytes()).hexdigest()
+        (entry / "provenance.json").write_text(json.dumps(about))
 
 
 FALSIFIED: dict[str, Callable[[Path], None]] = {
-    "runs.csv was changed": lambda entry: lower_loss(entry, liar=False),
-    "has another lowest loss in its curve": lambda entry: lower_loss(entry, liar=True),
-    "board.csv has another row: its runs give asinh,": lower_parameters,
+    "runs.csv was changed": lambda entry: falsify(entry, "val/loss_min", "1.5", liar=False),
+    "has another lowest loss in its curve": lambda entry: falsify(entry, "val/loss_min", "1.5"),
+    "board.csv has another row: its runs give asinh,": lambda entry: falsify(entry, "parameters", "600"),
     "my_asinh.py was changed": lambda entry: edited(entry / "my_asinh.py", "asinh(", "sinh("),
     "entry.yaml was changed": lambda entry: edited(entry / "entry.yaml", "Ada", "Bob"),
 }
@@ -350,6 +341,7 @@ def test_an_entry_is_one_command_killed_or_not_and_is_verified(
         if file.name != "provenance.json":
             file.unlink()  # they are there where the cores were quiet
     monkeypatch.setattr(track, "QUIET", 99.0)
+    monkeypatch.setattr(track, "ROUNDS", (7, 7))
     assert make(TrackOptions(enter="my_asinh.py", by="Ada", sweep=str(sweep), folder=str(folder))) == 0
     assert not (folder / "entries" / "asinh.1").exists(), "the same runs supersede nothing"
     (row,) = (row for row in rows(folder) if row.name == "asinh")
@@ -374,14 +366,14 @@ def test_an_entry_is_one_command_killed_or_not_and_is_verified(
     said = verified(0)
     assert "board.csv has the row that its runs give" in said and "3 σ over seeds are" in said
     kept = shutil.copytree(entry, tmp_path / "kept")
-    for says, falsify in FALSIFIED.items():
-        falsify(entry)
+    for says, change in FALSIFIED.items():
+        change(entry)
         assert run_script(TrackOptions, make, "", ["verify=asinh", *board]) == 1
         line = capfd.readouterr().err.strip()
         assert says in line and line.startswith("failed: asinh: ") and "\n" not in line
         shutil.rmtree(entry)
         shutil.copytree(kept, entry)
-    lower_loss(entry, liar=True)
+    falsify(entry, "val/loss_min", "1.5")
     assert "failed: asinh: " in verified(1)
     shutil.rmtree(entry)
     shutil.copytree(kept, entry)

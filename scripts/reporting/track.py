@@ -156,8 +156,7 @@ def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) ->
     require(all(name in means for name in names), f"{grid.name} lacks some of {', '.join(names)}")
     update, decode = (ratios_of(times / file, [*means, PLAIN]) for file in ("train.json", "decode.json"))
     where = [*final.distinct("device"), *(["float32"] if "torch.float32" in final.distinct("dtype") else [])]
-    commits = (short(commit)[:7] + commit[40:] for commit in final.distinct("commit"))
-    about = {"machine": ", ".join(where), "commit": ", ".join(commits), **about}
+    about = {"machine": ", ".join(where), "commit": ", ".join(map(short, final.distinct("commit"))), **about}
     found = []
     for name in names:
         runs = final.done(name)
