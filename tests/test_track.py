@@ -294,7 +294,8 @@ def edited(file: Path, old: str, new: str) -> None:
 def falsify(entry: Path, key: str, new: str, liar: bool = True) -> None:
     """Another value in a final run's line. liar: with the hash of the new runs.csv in provenance.json."""
     (row, *_) = (row for row in csv.DictReader((entry / "runs.csv").open()) if row["settings"] == "final/asinh")
-    edited(entry / "runs.csv", f",{row[key]},", f",{new},")
+    (line,) = (line for line in (entry / "runs.csv").read_text().splitlines() if line.startswith(row["id"]))
+    edited(entry / "runs.csv", line, line.replace(f",{row[key]},", f",{new},", 1))
     if liar:
         about = json.loads((entry / "provenance.json").read_text())
         about["sha256"]["runs.csv"] = sha256((entry / "runs.csv").read_bytes()).hexdigest()
