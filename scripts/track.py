@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import yaml
 
 from core.cli import parse_yaml, run_script
-from core.files import ROOT, FileLock, expand, file_sha256, read_json, read_regular, write_atomic
+from core.files import ROOT, FileLock, expand, file_sha256, read_json, read_regular, write_atomic, write_json
 from core.plugins import LOADED, changed_plugins, load_plugins, plugin_hashes
 from core.process import say
 from core.schema import (
@@ -119,8 +119,10 @@ def make(asked: TrackOptions) -> int:
             return verify(asked, sweep)
         if asked.enter or asked.open:
             add(asked, sweep)
-        elif asked.withdraw:
-            withdraw(asked.board / "entries" / asked.withdraw, str(asked.reason))
+        if asked.withdraw:
+            file = asked.board / "entries" / asked.withdraw / "provenance.json"
+            require(file.is_file(), f"withdraw={asked.withdraw} is no entry of {asked.board}")
+            write_json(file, read_json(file) | {"withdrawn": asked.reason})
     except UnfinishedError as end:
         return int(end.args[0])
     if not asked.dry_run:
@@ -151,27 +153,21 @@ def write_board(folder: Path, sweep: Definition) -> None:
 
 
 def read_contestant(file: Path, by: str | None) -> Contestant:
-    """Raises: ConfigError where it is no entry's file."""
-    if file.suffix == ".py":
-        source = of_plugin(file)
-    else:
-        require(file.suffix == ".yaml", f"enter={file} must be a .yaml, or a plugin's .py")
+    """The contestant of a .yaml, or that of a plugin: its one variant, with its defaults. Raises: ConfigError."""
+    if file.suffix == ".yaml":
         source = convert(parse_yaml(read_text(str(file), f"enter={file}"), f"enter={file}"), dict, f"enter={file}")
+    else:
+        require(file.suffix == ".py", f"enter={file} must be a .yaml, or a plugin's .py")
+        load_plugins([file.stem])
+        found = Path(LOADED[file.stem].path)
+        told = f"enter={file}: start in its folder, as plugins=[{file.stem}] is {found}"
+        require(found.resolve() == file.resolve(), told)
+        known = [(group, *one) for group in SLOTS for one in declared(TrainConfig)[group].options.items()]
+        made = [(group, name) for group, name, cls in known if cls.__module__ == file.stem]
+        require(len(made) == 1, f"enter={file} must register one variant, not {len(made)}: a .yaml can name one")
+        ((group, name),) = made
+        source = {"name": name, "overrides": [f"plugins=[{file.stem}]", f"{group}={name}"]}
     return settings_of(Contestant, source | ({"by": by} if by else {}))
-
-
-def of_plugin(file: Path) -> dict[str, Any]:
-    """The contestant that is the one variant of a plugin, with its defaults."""
-    load_plugins([file.stem])
-    found = LOADED[file.stem].path
-    require(
-        Path(found).resolve() == file.resolve(), f"enter={file}: plugins=[{file.stem}] is {found}: start in its folder"
-    )
-    known = [(group, *one) for group in SLOTS for one in declared(TrainConfig)[group].options.items()]
-    made = [(group, name) for group, name, cls in known if cls.__module__ == file.stem]
-    require(len(made) == 1, f"enter={file} must register one variant, not {len(made)}: write a .yaml that names one")
-    ((group, name),) = made
-    return {"name": name, "overrides": [f"plugins=[{file.stem}]", f"{group}={name}"]}
 
 
 def check_rules(entry: Contestant, folder: Path, config: TrainConfig) -> Sequence[str]:
@@ -308,12 +304,6 @@ def store(folder: Path, found: Sweep, files: Mapping[str, bytes], command: str, 
         folder.rename(folder.with_name(f"{folder.name}.{n}"))
     made = {"command": shlex.join(["python", "scripts/track.py", command]), **about, **kept}
     write_files(folder, every, provenance(found, every, [], []) | made)
-
-
-def withdraw(path: Path, reason: str) -> None:
-    require((path / "entry.yaml").is_file(), f"withdraw={path.name} is no entry of {path.parent}")
-    about = read_json(path / "provenance.json") | {"withdrawn": reason}
-    write_atomic(path / "provenance.json", (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 # -----------------------------------------------------------------------------

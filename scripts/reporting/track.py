@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
@@ -44,8 +43,9 @@ class Entry:
     """A row. settings: of its first final run, flat, with the hashes of its plugins. means: learning rate -> mean loss
     over the seeds of the grid; tried: all its rates. loss: of the final runs; lost: how many of these are not done.
 
-    against: its difference to BASELINE, of the same machine. ratios: time of an update, and of a decoded token, over
-    PLAIN, with their intervals. about: machine, date, commit, by. status: "" or why the row does not count any more.
+    against: its difference to BASELINE, of the same machine; wide: with its interval at LEVEL. ratios: time of an
+    update, and of a decoded token, over PLAIN, with their intervals. about: machine, date, commit, by. status: "" or why
+    the row does not count any more.
     """
 
     name: str
@@ -55,23 +55,18 @@ class Entry:
     loss: Estimate
     lost: int
     against: Comparison | None
+    wide: Estimate | None
     logit: float | None
     parameters: float | None
     ratios: tuple[Mapping[str, float], Mapping[str, float]]
     about: Mapping[str, str]
     status: str = ""
 
-    @cached_property
+    @property
     def verdict(self) -> str:
         if self.lost:
             return f"{self.lost} of {self.lost + self.loss.n} runs are not done"
         return "–" if self.against is None else self.against.verdict("better", "worse")
-
-    @property
-    def wide(self) -> Estimate | None:
-        """The difference with its interval at the board's level."""
-        known = self.against is not None and self.against.estimate is not None
-        return self.against.deciding_interval(LEVEL) if self.against and known else None
 
     @property
     def slot(self) -> str:
@@ -163,23 +158,18 @@ def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) ->
         require(bool(runs), f"{final.name} has no run of {name} that is done")
         best, rate = best_rate(means[name]), runs[0].config["optim.learning_rate"]
         require(rate == best, f"{final.name} has {name} at the learning rate {rate:g}; the grid's best is {best:g}")
+        against = None if name == BASELINE else compare(final, [pair(name, BASELINE)], METRICS[0])[0]
+        if against:  # its p counts ROWS times, whatever the other rows
+            against.adjusted = {test: p and min(1.0, ROWS * p) for test, p in against.adjusted.items()}
         logits = [run.summary[LOGIT_KEY] for run in runs if LOGIT_KEY in run.summary]
         found.append(Entry(
             name=name, settings=runs[0].config | {"plugins": runs[0].summary.get("plugins", {})},
             means=means[name], tried=[*rates[name]], loss=interval([run.summary[LOSS_KEY] for run in runs]),
-            lost=len(final.runs_of(name)) - len(runs), against=against_baseline(final, name),
+            lost=len(final.runs_of(name)) - len(runs), against=against,
+            wide=against.deciding_interval(LEVEL) if against and against.estimate else None,
             logit=max(logits, default=None), parameters=runs[0].summary.get("parameters"),
             ratios=(update.get(name, {}), decode.get(name, {})), about=about,
         ))  # fmt: skip
-    return found
-
-
-def against_baseline(final: Sweep, name: str) -> Comparison | None:
-    """A contestant's difference to BASELINE, whose p counts ROWS times: that is its level, whatever the other rows."""
-    if name == BASELINE:
-        return None
-    (found,) = compare(final, [pair(name, BASELINE)], METRICS[0])
-    found.adjusted = {test: None if p is None else min(1.0, ROWS * p) for test, p in found.adjusted.items()}
     return found
 
 
