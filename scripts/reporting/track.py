@@ -44,8 +44,8 @@ class Entry:
     over the seeds of the grid; tried: all its rates. loss: of the final runs; lost: how many of these are not done.
 
     against: its difference to BASELINE, of the same machine; wide: with its interval at LEVEL. ratios: time of an
-    update, and of a decoded token, over PLAIN, with their intervals. about: machine, date, commit, by. status: "" or why
-    the row does not count any more.
+    update, and of a decoded token, over PLAIN, with their intervals. about: machine, date, commit, by. status: "" or
+    why the row does not count any more.
     """
 
     name: str
