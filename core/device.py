@@ -51,18 +51,18 @@ def resolve_device(name: str, world: World = ALONE) -> torch.device:
     return device
 
 
-def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float, float]:
+def cpu_seconds(stat: Path = Path("/proc/stat"), niced: bool = False) -> tuple[float, float, float]:
     """Seconds of the clock, of CPU time of this process, and of CPU time of all processes on the CPUs that it may use.
-    Niced processes do not count; one that is niced itself has 0."""
+    Niced processes do not count, one that is niced itself has 0; unless `niced`."""
     used = 0.0
     with contextlib.suppress(OSError):  # Linux alone has it
         lines = stat.read_text().splitlines()
         ours = {f"cpu{n}" for n in os.sched_getaffinity(0)}
         for name, *ticks in map(str.split, lines):
             if name in ours:
-                user, _, system, _, _, interrupts, soft_interrupts = map(int, ticks[:7])  # without nice, idle, iowait
-                used += (user + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
-    return time.monotonic(), 0.0 if os.nice(0) > 0 else time.process_time(), used
+                user, nice, system, _, _, interrupts, soft_interrupts = map(int, ticks[:7])  # without idle, iowait
+                used += (user + nice * niced + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic(), time.process_time() if niced or os.nice(0) == 0 else 0.0, used
 
 
 AT_IMPORT = cpu_seconds()

@@ -8,7 +8,6 @@ README.md, and the table of docs/folds_and_seeds.md; and the metrics of docs/tra
 import math
 import sys
 import textwrap
-from dataclasses import replace
 
 from core.cli import presets, run_script
 from core.files import ROOT, write_atomic
@@ -21,8 +20,8 @@ from scripts.reporting.numbers import n_needed, sources
 from scripts.reporting.page import with_block
 from scripts.reporting.runs import Replicate
 from scripts.reporting.stored import read_stored
-from scripts.reporting.tables import Columns, filled, mean_and_ends, number
-from scripts.reporting.track import BASELINE, Entry, entries, noise_floor, times
+from scripts.reporting.tables import Columns, filled, number
+from scripts.reporting.track import first_rows, rows
 from training.config import TrainConfig
 from training.metrics import table
 
@@ -78,16 +77,6 @@ NUMBERS = {
     "alpha_1": Part(study="p_baby", weights={"alpha_1/p=4": 1, "alpha_1/p=2": -1}),
     "decode": Part(file="benchmarks/mla_kernel_879fa91.json", key=("points", "0", "time_over_absorbed", "rms")),
 }
-FIRST = 4  # rows of the board, and that without any control
-ROWS: Columns[tuple[int, Entry]] = {
-    "rank": lambda row: f"{row[0]}",
-    "contestant": lambda row: row[1].name,
-    "loss minus RMS, 95 %": lambda row: mean_and_ends(row[1].against.deciding if row[1].against else None, "+.4f"),
-    "n": lambda row: f"{row[1].loss.n}",
-    "verdict": lambda row: row[1].verdict,
-    "time of an update": lambda row: times(row[1].ratios[0]),
-    "entered by": lambda _: "nanoQK",
-}
 
 
 def answers() -> str:
@@ -99,24 +88,9 @@ def paragraph(text: str) -> str:
     return textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)
 
 
-def first_rows() -> str:
-    folder = ROOT / "results" / "attention_track"
-    found = entries(read_stored(folder / "grid", "grid"), read_stored(folder / "final", "final"), folder)
-    floor, seeds = noise_floor(found), found[0].loss.n
-    assert floor is not None
-    rows = [(i, e) for i, e in enumerate(found, 1) if i <= FIRST or e.name == "none"]
-    better, worse = (sum(e.verdict == word for e in found) for word in ("better", "worse"))
-    not_told_apart = len(found) - 1 - better - worse
-    said = (
-        f"{len(found)} controls of attention logits, plain attention (`none`) among them, each at its own best "
-        f"learning rate. Against the {BASELINE.upper()} QK norm {better} are better, {worse} worse, and "
-        f"{not_told_apart} not told apart after correction for so many comparisons. {seeds} seeds find a single "
-        f"difference of {floor[2]:.3f} nats with 80\u00a0% power. Rank: by mean loss. Time: over that of `none`."
-    )
-    table = filled(ROWS, rows, text_columns=2)
-    gap = ["…", *[""] * (len(table.columns) - 1)]
-    rows_and_gap = [*table.rows[:FIRST], gap, *table.rows[FIRST:]]
-    return f"\n{paragraph(said)}\n\n{replace(table, rows=rows_and_gap).markdown()}\n"
+def board() -> str:
+    said, table = first_rows(rows(ROOT / "results" / "attention_track"))
+    return f"\n{paragraph(said)}\n\n{table}\n"
 
 
 # -----------------------------------------------------------------------------
@@ -162,7 +136,7 @@ class NoSettings:
 
 def readme() -> str:
     text = with_block(README.read_text(encoding="utf-8"), ANSWERS, END, f"\n{answers()}\n\n")
-    return with_block(text, BOARD, END, first_rows())
+    return with_block(text, BOARD, END, board())
 
 
 def write(_: NoSettings) -> int:

@@ -1,123 +1,414 @@
-"""The attention track's board: python scripts/track.py [rates=true] [times=true]
+"""A track's board: python scripts/track.py [enter=FILE] [verify=NAME] [withdraw=NAME reason=TEXT]
 
-Reads results/attention_track/grid, final and, where it is complete, small: the reports of the sweeps attention_track,
-attention_track_final and attention_track_small; and the benchmarks train.json and decode.json beside them. Writes the
-tables and the noise floors into the README of that folder, and the figure rates.svg.
-docs/attention_track.md has the commands that come before.
+Rebuilds from the committed files of its folder the tables of its README.md, board.csv and rates.svg, and the first rows
+in the README of the repository.
+enter=FILE     adds a row first: FILE.yaml names a contestant and its overrides, FILE.py is a plugin of one variant. It
+               says what that costs, then trains what the rules ask for; killed at any moment, the same command goes on.
+verify=NAME    checks an entry, or its folder, against the rules and board.csv. repeat=true trains one of its runs again
+               with its own code, which you should have read.
+withdraw=NAME  keeps an entry, with the reason, and no longer counts it.
+open=true      trains all contestants of sweep=, which opens the board of that track.
 """
 
+import contextlib
+import datetime
+import hashlib
 import json
+import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from statistics import stdev
+from typing import Annotated, Any
 
-from core.cli import CONFIG_DIR, run_script
-from core.files import ROOT, expand, write_atomic
+import yaml
+
+from core.cli import parse_yaml, run_script
+from core.files import ROOT, FileLock, expand, file_sha256, read_json, read_regular, write_atomic, write_json
+from core.plugins import LOADED, changed_plugins, load_plugins, plugin_hashes
 from core.process import say
-from core.schema import NOT_EMPTY, Help, options, require
+from core.schema import (
+    NOT_EMPTY,
+    ConfigError,
+    Help,
+    Rule,
+    convert,
+    declared,
+    flatten,
+    options,
+    require,
+    settings_of,
+    show,
+)
+from data.corpora import read_text
+from scripts.report import provenance, write_files
 from scripts.reporting import track
 from scripts.reporting.charts import svg
 from scripts.reporting.page import with_block
-from scripts.reporting.rates import best_rate
-from scripts.reporting.runs import Sweep
-from scripts.reporting.stored import read_stored
-from scripts.reporting.track import BASELINE, SMALL, Entry, board, entries, mean_losses
-from sweeps.definition import load_sweep, sweep_name
-from sweeps.status import FINAL
+from scripts.reporting.rates import best_rate, runs_by_rate
+from scripts.reporting.runs import Sweep, read_sweep
+from scripts.reporting.stored import curves_csv, runs_csv
+from scripts.reporting.track import BASELINE, FINAL, LOSS_KEY, PLAIN, ROWS, SLOTS, Entry
+from sweeps import launch
+from sweeps.definition import OVERRIDES, Definition, check_sweep, load_sweep, sweep_name
+from sweeps.plan import key_of, plan_runs
+from training.config import TrainConfig
 
 BEGIN, END = "<!-- made by scripts/track.py -->\n", "<!-- end -->"
-SWEEP = "attention_track"
-Overrides = Mapping[str, Sequence[str]]  # of each contestant
+TRACK = "attention_track"
+SEEDS = [*range(11, 19)]  # of the final runs
+MORE_RATES = 3  # than the grid has, where the best one is at its edge
+LENGTH = ("max_iters", "eval_interval", "eval_iters", "dtype")  # what the recipe says and no run id
+QUIET = 0.3  # CPUs that other programs may use while times are measured
+ROUNDS = (41, 21)  # of the times of updates, of decoding
+NAME = Rule(
+    lambda name: re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) is not None and name not in (BASELINE, PLAIN, FINAL),
+    f"must be a lower-case word, and not {BASELINE}, {PLAIN} or {FINAL}",
+)
+Words = Mapping[str, Sequence[str]]  # the overrides of each contestant
+Rates = Mapping[str, Sequence[float]]  # learning rates of the grid
+
+
+@options
+class Contestant:
+    """The file of an entry."""
+
+    name: Annotated[str, NAME]
+    overrides: Annotated[tuple[str, ...], OVERRIDES]
+    by: Annotated[str, NOT_EMPTY] = "–"
 
 
 @options
 class TrackOptions:
-    folder: Annotated[str, NOT_EMPTY, Help("of the board")] = str(ROOT / "results" / SWEEP)
-    sweep: Annotated[str, NOT_EMPTY, Help("the grid's definition, which has each contestant's overrides")] = SWEEP
-    rates: Annotated[bool, Help("write SWEEP_final beside SWEEP, at the grid's best rates, and no board")] = False
-    times: Annotated[bool, Help("print the commands whose last lines are train.json and decode.json")] = False
+    enter: Annotated[str | None, NOT_EMPTY, Help("file of an entry: my_entry.yaml, or a plugin, my_variant.py")] = None
+    by: Annotated[str | None, NOT_EMPTY, Help("who enters it")] = None
+    dry_run: Annotated[bool, Help("with enter=: say what it costs, and end")] = False
+    verify: Annotated[str | None, NOT_EMPTY, Help("name or folder of an entry to check")] = None
+    repeat: Annotated[bool, Help("with verify=: train one of its runs again, with its own code")] = False
+    withdraw: Annotated[str | None, NOT_EMPTY, Help("name of an entry that counts no longer")] = None
+    reason: Annotated[str | None, NOT_EMPTY, Help("of withdraw=")] = None
+    open: Annotated[bool, Help("train all contestants of sweep=, which opens its board")] = False
+    sweep: Annotated[str, NOT_EMPTY, Help("definition of the track")] = TRACK
+    folder: Annotated[str | None, NOT_EMPTY, Help("of the board; null: results/SWEEP")] = None
+    sweep_dir: Annotated[str | None, NOT_EMPTY, Help("of the runs; null: runs/entries/SWEEP/NAME")] = None
 
     def check(self) -> None:
-        require(not (self.rates and self.times), "rates= and times= exclude one another")
+        what = [self.enter is not None, self.verify is not None, self.withdraw is not None, self.open]
+        require(sum(what) <= 1, "enter=, verify=, withdraw= and open= exclude one another")
+        require((self.withdraw is None) == (self.reason is None), "withdraw= and reason= are given together")
 
     @property
-    def final(self) -> Path:
-        """Where the final sweep's definition is written."""
-        own = expand(self.sweep)
-        beside = own if own.suffix == ".yaml" else CONFIG_DIR / "sweep" / f"{self.sweep}.yaml"
-        return beside.with_stem(f"{beside.stem}_final")
+    def board(self) -> Path:
+        return expand(self.folder or ROOT / "results" / sweep_name(self.sweep)).resolve()
+
+
+class UnfinishedError(Exception):
+    """Runs that have not ended: the exit status of the launcher."""
 
 
 def make(asked: TrackOptions) -> int:
-    folder, sweep = expand(asked.folder), load_sweep(asked.sweep, {})
-    require("words" in sweep.grid, f"sweep={asked.sweep} is no track: its grid has no words")
-    overrides = sweep.grid["words"]
-    if asked.times:
-        variants = shlex.quote("variants=" + ";".join(f"{name}: {' '.join(of)}" for name, of in overrides.items()))
-        for program, how in (("train", "together=true rounds=41 iters=10"), ("sample", "tokens=120 rounds=21")):
-            print(f"python scripts/benchmarks/bench_{program}.py {variants} {' '.join(sweep.overrides)} {how}")
-        return 0
-    grid = read_stored(folder / "grid", asked.sweep)
-    unknown = [name for name in mean_losses(grid) if name not in overrides]
-    require(not unknown, f"sweep={asked.sweep} has no {', '.join(unknown)}, which {folder / 'grid'} has")
-    if asked.rates:
-        n_open = sum(run.state.state not in FINAL for run in grid.runs)
-        require(n_open == 0, f"{n_open} runs of {folder / 'grid'} have not ended: the best rates are not known yet")
-        print_edges(asked.sweep, overrides, track.at_the_edge(grid))
-        made = {asked.final: final_definition(Path(asked.sweep).name, overrides, mean_losses(grid)).encode()}
-    else:
-        name = sweep_name(asked.sweep)
-        found = entries(grid, read_stored(folder / "final", f"{name}_final"), folder)
-        made = board_files(folder, sweep.title, found, small_entries(folder, name, grid))
-    for file, content in made.items():
-        write_atomic(file, content)
-        say(str(file))
+    sweep = load_sweep(asked.sweep, {})
+    good = "words" in sweep.grid and "optim.learning_rate" in sweep.grid
+    require(good, f"sweep={asked.sweep} is no track: its grid lacks words or optim.learning_rate")
+    try:
+        if asked.verify:
+            return verify(asked, sweep)
+        if asked.enter or asked.open:
+            add(asked, sweep)
+        if asked.withdraw:
+            file = asked.board / "entries" / asked.withdraw / "provenance.json"
+            require(file.is_file(), f"withdraw={asked.withdraw} is no entry of {asked.board}")
+            write_json(file, read_json(file) | {"withdrawn": asked.reason})
+    except UnfinishedError as end:
+        return int(end.args[0])
+    if not asked.dry_run:
+        write_board(asked.board, sweep)
     return 0
 
 
-def print_edges(sweep: str, overrides: Overrides, rates: Mapping[str, float]) -> None:
-    """The command that tries one more rate, for each contestant whose best one is at the grid's edge."""
-    for name, rate in rates.items():
-        more = f"'sweep.grid.words={{{name}: {json.dumps(overrides[name])}}}' sweep.grid.optim.learning_rate=[{rate}]"
-        print(f"{name} is best at the grid's edge; try one more: python sweeps/launch.py sweep={sweep} {more}")
+def write_board(folder: Path, sweep: Definition) -> None:
+    page, found = folder / "README.md", track.rows(folder)
+    text = page.read_text(encoding="utf-8") if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}\n"
+    made = {
+        page: with_block(text, BEGIN, END, f"\n{track.board(found)}\n"),
+        folder / "board.csv": track.board_csv(found),
+        folder / "rates.svg": svg(track.rates_figure([row for row in found if not row.status])).decode(),
+    }
+    for file, content in made.items():
+        write_atomic(file, content.encode())
+    if folder.resolve() == ROOT / "results" / TRACK:
+        from scripts import docs  # which loads torch
+
+        made[docs.README] = docs.readme()
+        write_atomic(docs.README, made[docs.README].encode())
+    say(f"written: {', '.join(map(str, made))}")
 
 
-def small_entries(folder: Path, name: str, grid: Sweep) -> list[Entry]:
-    """The contestants at track_small scale, once all their runs are done."""
-    if not (folder / "small").exists():
-        return []
-    small = read_stored(folder / "small", f"{name}_small")
-    return entries(grid, small, folder) if all(run.done for run in small.runs) else []
+# -----------------------------------------------------------------------------
+# An entry: its file, the rules
 
 
-def board_files(folder: Path, title: str, found: Sequence[Entry], small: Sequence[Entry]) -> dict[Path, bytes]:
-    """The page with the tables between its marks, and the figures. small: the contestants at track_small scale.
+def read_contestant(file: Path, by: str | None) -> Contestant:
+    """The contestant of a .yaml, or that of a plugin: its one variant, with its defaults. Raises: ConfigError."""
+    if file.suffix == ".yaml":
+        source = convert(parse_yaml(read_text(str(file), f"enter={file}"), f"enter={file}"), dict, f"enter={file}")
+    else:
+        require(file.suffix == ".py", f"enter={file} must be a .yaml, or a plugin's .py")
+        load_plugins([file.stem])
+        found = Path(LOADED[file.stem].path)
+        told = f"enter={file}: start in its folder, as plugins=[{file.stem}] is {found}"
+        require(found.resolve() == file.resolve(), told)
+        known = [(group, *one) for group in SLOTS for one in declared(TrainConfig)[group].options.items()]
+        made = [(group, name) for group, name, cls in known if cls.__module__ == file.stem]
+        require(len(made) == 1, f"enter={file} must register one variant, not {len(made)}: a .yaml can name one")
+        ((group, name),) = made
+        source = {"name": name, "overrides": [f"plugins=[{file.stem}]", f"{group}={name}"]}
+    return settings_of(Contestant, source | ({"by": by} if by else {}))
 
-    Raises: ConfigError where the page has no marks.
+
+def check_rules(entry: Contestant, folder: Path, config: TrainConfig) -> Sequence[str]:
+    """The plugins of an entry. Raises: ConfigError where it breaks the rules of a board."""
+    for override in entry.overrides:
+        good = key_of(override).partition(".")[0] in (*SLOTS, "plugins")
+        require(good, f"{entry.name}: {override} breaks the rules: an entry sets {', '.join(SLOTS)} and plugins alone")
+        require(not {" ", ";"} & {*override}, f"{entry.name}: {override} must have no space and no ;")
+    own = config.attention.name not in ("gqa", "mla") and getattr(config.attention, "head_dim", None) is None
+    require(own, f"{entry.name}: attention={config.attention.name} of another size is another model, no contestant")
+    several = next((name for name in config.plugins if len(LOADED[name].files) > 1 or "." in name), None)
+    require(several is None, f"{entry.name}: plugins=[{several}] must be one file: it is stored with the entry")
+    every, settings = track.rows(folder), flatten(asdict(config))
+    for row in every:
+        same = row.settings["plugins"] == plugin_hashes(config.plugins) and not differing(settings, row.settings, SLOTS)
+        require(not same or row.status != "" or row.name == entry.name, f"{entry.name} has the settings of {row.name}")
+    full = f"{folder} has {ROWS} comparisons, the most of a board: a new one begins with open=true and another sweep="
+    require(sum(row.against is not None for row in every) < ROWS, full)
+    return config.plugins
+
+
+def differing(expected: Mapping[str, Any], found: Mapping[str, Any], groups: Collection[str]) -> list[str]:
+    """The settings of these groups that differ; what `found` lacks, as it is older, does not count."""
+    return [
+        f"{key}={show(found[key])}"
+        for key, value in expected.items()
+        if key.partition(".")[0] in groups and key in found and show(found[key]) != show(value)
+    ]
+
+
+# -----------------------------------------------------------------------------
+# Its runs
+
+
+def add(asked: TrackOptions, sweep: Definition) -> None:
+    """Train and store an entry, or what opens a board. Raises: ConfigError, UnfinishedError."""
+    sweep, folder, name, known = here(sweep), asked.board, "opening", {}
+    words, files, about = sweep.grid["words"], {}, {}
+    if asked.enter:
+        entry = read_contestant(expand(asked.enter), asked.by)
+        name, about, known = entry.name, {"by": entry.by}, {BASELINE: baseline_rate(folder)}
+        words = {name: entry.overrides, BASELINE: words[BASELINE]}
+    else:
+        require({BASELINE, PLAIN} <= words.keys(), f"sweep={asked.sweep} needs the contestants {BASELINE} and {PLAIN}")
+        require(not (folder / "grid").exists(), f"{folder} has a board already: another sweep= opens another one")
+    first = {of: [*sweep.grid["optim.learning_rate"].values()] for of in words if of not in known}
+    every = definition(sweep, words, first, dict.fromkeys(words, 1e-3))  # the best rates are not known yet
+    plugins = check_rules(entry, folder, plan_runs(every, [])[0].config) if asked.enter else ()
+    place = expand(asked.sweep_dir or f"runs/entries/{sweep_name(asked.sweep)}/{name}").resolve()
+    launched(every, place, dry_run=True)
+    say("That is by a short timing here. More: 2 runs for each rate past the grid's edge, some minutes for the times")
+    if asked.enter:
+        folder /= f"entries/{name}"
+        files = {f"{plugin}.py": read_regular(Path(LOADED[plugin].path)) for plugin in plugins}
+        files["entry.yaml"] = yaml.safe_dump(json.loads(json.dumps(asdict(entry))), sort_keys=False).encode()
+    if not asked.dry_run:
+        found = trained(sweep, words, first, known, place)
+        with FileLock(place / "entry.lock"):  # two commands of one entry end together
+            store(folder, found, files, f"enter={asked.enter}" if asked.enter else "open=true", about)
+            measure(folder, sweep, words)
+
+
+def baseline_rate(folder: Path) -> float:
+    """The best rate of BASELINE in the grid that opened a board."""
+    return best_rate(track.mean_losses(track.stored(folder)[0])[BASELINE])
+
+
+def here(sweep: Definition) -> Definition:
+    """The track on this machine: in float32 where it has no bf16 hardware."""
+    from core.device import has_bfloat16, resolve_device  # which load torch
+
+    fits = has_bfloat16(resolve_device("auto"))
+    return sweep if fits else replace(sweep, overrides=(*sweep.overrides, "dtype=float32"))
+
+
+def definition(
+    sweep: Definition, words: Words, rates: Rates, best: Mapping[str, float], seeds: Sequence[int] = SEEDS
+) -> Definition:
+    """The sweep of contestants: a part for the grid of each that has `rates`, and FINAL at the `best` rates."""
+    grid = {
+        name: {"overrides": [*words[name]], "grid": {"optim.learning_rate": sorted(of)}} for name, of in rates.items()
+    }
+    chosen = {name: [*words[name], f"optim.learning_rate={rate}"] for name, rate in best.items()}
+    final = {FINAL: {"grid": {"words": chosen}, "seeds": seeds}} if best else {}
+    return check_sweep({**asdict(sweep), "grid": {}, "compare": {}, "parts": {**grid, **final}})
+
+
+def trained(sweep: Definition, words: Words, rates: Rates, known: Mapping[str, float], place: Path) -> Sweep:
+    """The grid and the final runs of contestants, trained as far as they are not. rates: those of the grid. known: best
+    rates of those that have none. Raises: UnfinishedError."""
+    most = MORE_RATES + max(map(len, rates.values()))
+    while True:
+        launched(definition(sweep, words, rates, {}), place)
+        grid, _ = track.grid_and_final(read_runs(place))
+        rates = {name: [*of] for name, of in runs_by_rate(grid).items()}
+        more = {name: rate for name, rate in track.at_the_edge(grid).items() if len(rates[name]) < most}
+        if not more:
+            break
+        say(f"best at the grid's edge, so one more rate: {', '.join(f'{name} {more[name]:g}' for name in more)}")
+        rates = {name: [*of, *([more[name]] if name in more else [])] for name, of in rates.items()}
+    best = {name: best_rate(of) for name, of in track.mean_losses(grid).items()}
+    launched(definition(sweep, words, rates, {**best, **known}), place)
+    return read_runs(place)
+
+
+def launched(planned: Definition, place: Path, dry_run: bool = False) -> None:
+    """Train what is left of a sweep, or only say what that takes. Raises: UnfinishedError."""
+    file = place.with_name(f"{place.name}.yaml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, yaml.safe_dump(json.loads(json.dumps(asdict(planned))), sort_keys=False).encode())
+    asked = {"sweep": str(file), "sweep_dir": str(place), "dry_run": dry_run}
+    if status := launch.run(settings_of(launch.LaunchOptions, asked), [], hint=False):
+        raise UnfinishedError(status)
+
+
+def read_runs(place: Path) -> Sweep:
+    """Raises: ConfigError where they are of other plugins than now, or of several machines."""
+    found = read_sweep(place, place.name)
+    changed = [line for run in found.runs for line in changed_plugins(run.summary.get("plugins") or {})]
+    changed += [f"runs of several machines: {', '.join(of)}" for of in [found.distinct("device")] if len(of) > 1]
+    require(not changed, f"{place}: {'; '.join(changed[:1])}: another sweep_dir= trains anew")
+    return found
+
+
+def store(folder: Path, found: Sweep, files: Mapping[str, bytes], command: str, about: Mapping[str, str]) -> None:
+    """Write runs, curves and provenance. An entry of other runs in that folder is kept beside it."""
+    every = {**files, "runs.csv": runs_csv(found).encode(), "curves.csv.gz": curves_csv(found)}
+    old, kept = read_json(folder / "provenance.json"), {"date": datetime.date.today().isoformat()}
+    if old.get("sha256", {}).get("runs.csv") == hashlib.sha256(every["runs.csv"]).hexdigest():
+        kept = {key: old[key] for key in ("date", "withdrawn") if key in old}
+    elif old:
+        require("entry.yaml" in old["sha256"], f"{folder} has a board already: another sweep= opens another one")
+        n = 1 + len([*folder.parent.glob(f"{folder.name}.*")])
+        folder.rename(folder.with_name(f"{folder.name}.{n}"))
+    made = {"command": shlex.join(["python", "scripts/track.py", command]), **about, **kept}
+    write_files(folder, every, provenance(found, every, [], []) | made)
+
+
+# -----------------------------------------------------------------------------
+# Its times
+
+
+def busy_cpus(seconds: float = 2.0) -> float:
+    """How many of this process's CPUs others use."""
+    from core.device import cpu_seconds  # which loads torch
+
+    before = cpu_seconds(niced=True)
+    time.sleep(seconds)
+    passed, own, used = (now - then for now, then in zip(cpu_seconds(niced=True), before, strict=True))
+    return (used - own) / passed
+
+
+def measure(folder: Path, sweep: Definition, words: Words) -> None:
+    """Write train.json and decode.json where the cores are quiet and they are not there yet."""
+    files = [folder / name for name in ("train.json", "decode.json")]
+    if all(file.exists() for file in files):
+        return
+    if busy_cpus() > QUIET:
+        say("cores are busy: the time columns stay empty; the same command, on quiet cores, measures them alone")
+        return
+    from scripts.benchmarks import bench_sample, bench_train  # which load torch
+
+    timed = {PLAIN: sweep.grid["words"][PLAIN], **words}
+    variants = {"variants": ";".join(f"{name}: {' '.join(of)}" for name, of in timed.items())}
+    update = settings_of(bench_train.BenchOptions, variants | {"together": True, "rounds": ROUNDS[0], "iters": 10})
+    decode = settings_of(bench_sample.BenchOptions, variants | {"rounds": ROUNDS[1], "tokens": 120})
+    found = [bench_train.bench(update, [*sweep.overrides]), bench_sample.bench(decode, [*sweep.overrides])]
+    for file, content in zip(files, found, strict=True):
+        write_atomic(file, (json.dumps(content) + "\n").encode())
+
+
+# -----------------------------------------------------------------------------
+# Checks of an entry
+
+
+def verify(asked: TrackOptions, sweep: Definition) -> int:
+    """Say what is wrong with an entry, in one line. Returns the exit status."""
+    path = asked.board / "entries" / Path(str(asked.verify)).name
+    require((path / "entry.yaml").is_file(), f"verify={asked.verify} is no entry: {path} has no entry.yaml")
+    try:
+        row = verified(path, asked.board)
+        say(f"{path.name}: board.csv has the row that its runs give")
+        if asked.repeat:
+            say(f"{path.name}: {repeated(path, row, asked, sweep)}")
+    except ConfigError as error:
+        print(f"failed: {path.name}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def verified(path: Path, folder: Path) -> Entry:
+    """The row of an entry; none of its code is run. Raises: ConfigError where its files do not fit, or board.csv."""
+    row, (grid, final) = track.entry_row(path), track.stored(path)
+    recorded = {f"{plugin}.py": sha256 for plugin, sha256 in row.settings["plugins"].items()}
+    for name, sha256 in {**read_json(path / "provenance.json")["sha256"], **recorded}.items():
+        good = Path(name).name == name and file_sha256(path / name, within=path) == sha256
+        require(good, f"{name} was changed, or is not what its runs had")
+    for run in (*grid.runs, *final.runs):
+        same = not run.done or min(run.losses.values(), default=None) == run.summary.get(LOSS_KEY)
+        require(same, f"{run.id} has another lowest loss in its curve")
+    several = [key for key in ("device", "dtype") if len(final.distinct(key)) > 1]
+    require(not several, f"its final runs differ in {', '.join(several)}")
+    (_, line), lines = (text.splitlines() for text in (track.board_csv([row]), (folder / "board.csv").read_text()))
+    require(line in lines, f"board.csv has another row: its runs give {line}")
+    return row
+
+
+def repeated(path: Path, row: Entry, asked: TrackOptions, sweep: Definition) -> str:
+    """Plan an entry's runs again with the stored copy of its code, and train a final one. Returns what there is to say.
+
+    Raises: ConfigError where they are other runs, or its loss is not within 3 standard deviations over seeds.
     """
-    page = folder / "README.md"
-    text = page.read_text(encoding="utf-8") if page.exists() else f"# {title}\n\n{BEGIN}{END}"
-    tables = f"\n{track.noise(found)}\n\n{board(found).markdown()}\n"
-    if small:
-        tables += f"### At `track_small` scale\n\n{track.noise(small)}\n\n{board(small, SMALL).markdown()}\n"
-    made = {page: with_block(text, BEGIN, END, tables).encode()}
-    return made | {folder / "rates.svg": svg(track.rates_figure(found))}
-
-
-def final_definition(grid: str, overrides: Overrides, means: Mapping[str, Mapping[float, float]]) -> str:
-    """The file of the sweep in which every contestant has its best rate and the fresh seeds."""
-    lines = [
-        'title: "The attention track: each contestant at its best rate, eight fresh seeds, which alone decide"',
-        "# Written by scripts/track.py", f"extends: {grid}", "seeds: [11, 12, 13, 14, 15, 16, 17, 18]",
-        "grid:", "  words:",
-    ]  # fmt: skip
-    for name, of in means.items():
-        words = [*overrides[name], f"optim.learning_rate={best_rate(of)}"]
-        lines.append(f"    {name}: [{', '.join(map(json.dumps, words))}]")
-    compare = f'title: "each contestant against {BASELINE}", baseline: {BASELINE}, settings: ["*"]'
-    return "\n".join([*lines, "compare:", "  none: null", f"  {BASELINE}: {{{compare}}}", ""])
+    grid, final = track.stored(path)
+    entry, runs = read_contestant(path / "entry.yaml", None), [*final.runs_of(row.name).values()]
+    run = runs[int(hashlib.sha256(read_regular(path / "runs.csv")).hexdigest(), 16) % len(runs)]
+    if run.config["dtype"] != "float32" and here(sweep) is not sweep:
+        return "no run is repeated: this machine has no bf16 hardware"
+    sweep = replace(sweep, overrides=(*sweep.overrides, f"dtype={run.config['dtype']}"))
+    words = {row.name: entry.overrides, BASELINE: sweep.grid["words"][BASELINE]}
+    rates = {*row.tried, *sweep.grid["optim.learning_rate"].values()}
+    best = {row.name: best_rate(row.means), BASELINE: baseline_rate(asked.board)}
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        for plugin in row.settings["plugins"]:
+            write_atomic(Path(place) / f"{plugin}.py", read_regular(path / f"{plugin}.py"))
+        every = definition(sweep, words, {row.name: [*rates]}, best)
+        planned, known = (
+            {one.id: one for one in plan_runs(every, [])},
+            {one.id: one for one in (*grid.runs, *final.runs)},
+        )
+        require(planned.keys() == known.keys(), "its runs are not those that entry.yaml and the rules give")
+        for one in known:
+            wrong = differing(flatten(asdict(planned[one].config)), known[one].config, LENGTH)
+            require(not wrong, f"{one} breaks the rules: {', '.join(wrong)}")
+        alone = definition(sweep, words, {}, {row.name: best[row.name]}, [run.seed])
+        launched(alone, Path(place) / "sweep")
+        (again,) = read_runs(Path(place) / "sweep").runs
+    spread = stdev(one.summary[LOSS_KEY] for one in runs if one.done)
+    before, now = run.summary.get(LOSS_KEY), again.summary.get(LOSS_KEY)
+    said = f"{run.id} ended at {show(before)}, and now at {show(now)}; 3 σ over seeds are {3 * spread:.4f}"
+    require(before is not None and now is not None and abs(now - before) <= 3 * spread, said)
+    return said
 
 
 if __name__ == "__main__":

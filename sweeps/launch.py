@@ -62,7 +62,8 @@ def main(argv: list[str]) -> int:
     return run_script(LaunchOptions, run, __doc__, [SHORT.get(word, word) for word in argv], passes_on=True)
 
 
-def run(asked: LaunchOptions, overrides: list[str]) -> int:
+def run(asked: LaunchOptions, overrides: list[str], hint: bool = True) -> int:
+    """Train what is left of a sweep. hint: say at the end how to report it. Returns the exit status."""
     sweep, runs, overrides = read_request(asked, overrides)
     for wandb in {run.config.wandb for run in runs}:
         wandb_options(wandb)  # refuses what W&B would refuse of its environment variables
@@ -80,7 +81,7 @@ def run(asked: LaunchOptions, overrides: list[str]) -> int:
     freeze(sweep_dir, sweep_name(str(asked.sweep)), sweep, overrides, runs, trains=bool(left))
     if warning := remember(sorted({name for run in left for name in run.config.plugins})):
         say(f"warning: {warning}")
-    return launch(asked, sweep_dir, unstored) if unstored else 0
+    return launch(asked, sweep_dir, unstored, hint) if unstored else 0
 
 
 def check_usable(sweep_dir: Path) -> None:
@@ -200,7 +201,7 @@ def workers(asked: LaunchOptions, launcher: Launcher) -> str:
 # The launch
 
 
-def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int:
+def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun], hint: bool) -> int:
     """Have workers train what is left. Returns 0 where all are done or diverged, 128 + n on signal n, else 1."""
     for folder in ("claims", "launches", "logs"):
         (sweep_dir / folder).mkdir(exist_ok=True)
@@ -224,7 +225,7 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> int
     if trouble:
         print(f"error: {trouble}", file=sys.stderr)
     complete = all(state.state in FINAL for state in states.values())
-    if complete:
+    if complete and hint:
         place = [f"{key}={value}" for key, value in (("sweep_dir", asked.sweep_dir), ("from", asked.from_)) if value]
         if not asked.from_ and (Path("results") / sweep_name(str(asked.sweep)) / "runs.csv").is_file():
             place.append(f"out={sweep_dir / 'report'}")  # results/NAME holds another report

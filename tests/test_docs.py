@@ -178,7 +178,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins_undone: None
     (tmp_path / "my_norm.py").write_text(blocks(docs / "your_own_variant.md", "python")[0])
     (tmp_path / "my_sign.py").write_text(blocks(docs / "your_own_variant.md", "python")[1])
     (tmp_path / "my_asinh.py").write_text(blocks(docs / "attention_track.md", "python")[0])
-    (tmp_path / "my_track.yaml").write_text(blocks(docs / "attention_track.md", "yaml")[0])
     (tmp_path / "my_sweep.yaml").write_text(blocks(docs / "sweeps.md", "yaml")[0])
     (tmp_path / "RUN").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The contestant of docs/attention_track.md, one file and a line in a sweep: it trains, decodes and is reported."""
+"""The contestant of docs/attention_track.md: one file is an entry of the board, and decodes."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from variants import LAYOUTS, build, random_tokens
 
 from core.plugins import load_plugins
 from core.schema import ConfigError
+from scripts.track import definition, read_contestant
 from sweeps.definition import load_sweep
 from sweeps.plan import plan_runs
 from training.config import load_config
@@ -19,20 +20,23 @@ PAGE = (ROOT / "docs" / "attention_track.md").read_text(encoding="utf-8")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins_undone: None) -> None:
-    """The page's file and sweep, in the current folder."""
-    for language, name in (("python", "my_asinh.py"), ("yaml", "my_track.yaml")):
+    """The page's plugin and entry, in the current folder."""
+    for language, name in (("python", "my_asinh.py"), ("yaml", "my_asinh_30.yaml")):
         (tmp_path / name).write_text(PAGE.split(f"```{language}\n")[1].split("```")[0])
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.usefixtures("folder")
-def test_it_takes_one_file_and_a_line_in_a_sweep() -> None:
+def test_it_takes_one_file() -> None:
     with pytest.raises(ConfigError, match="logits.name=asinh must be one of none, softcap, ssmax"):
         load_config({"logits": {"name": "asinh"}})
-    runs = plan_runs(load_sweep("my_track.yaml", {}), [])
-    own = [run for run in runs if run.points[0].startswith("asinh,")]
-    assert len(runs) == 3 * 10 and len(own) == 10
-    assert all(run.config.logits.label == "asinh_c10" and run.config.plugins == ("my_asinh",) for run in own)
+    entries = [read_contestant(Path(name), None) for name in ("my_asinh.py", "my_asinh_30.yaml")]
+    assert [entry.name for entry in entries] == ["asinh", "asinh_30"] and entries[1].by == "Ada Lovelace"
+    words = {entry.name: entry.overrides for entry in entries}
+    runs = plan_runs(definition(load_sweep("attention_track", {}), words, {name: [0.004] for name in words}, {}), [])
+    labels = {run.points[0]: (run.config.logits.label, run.config.qk_norm.name) for run in runs}
+    assert [*labels.values()] == [("asinh_c10", "none"), ("asinh_c30", "rms")]
+    assert all(run.config.plugins == ("my_asinh",) for run in runs)
 
 
 @torch.no_grad()

@@ -1,8 +1,14 @@
-"""The attention track's board: best rates, plateaus, verdicts and the noise floor, from runs with known losses."""
+"""The attention track's board: rows, verdicts and the noise floor, from runs with known losses; an entry, for real."""
 
+import csv
 import json
 import math
+import os
+import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -10,21 +16,23 @@ from statistics import stdev
 from typing import Any
 
 import pytest
+import yaml
+from conftest import ROOT, TINY, Program
 from scipy import stats
 from scipy.optimize import brentq
 
 from core.cli import run_script
 from core.schema import ConfigError, flatten
 from scripts import track
-from scripts.reporting.comparisons import Comparison, adjust, compare
-from scripts.reporting.runs import METRICS, Replicate, Run, Sweep
+from scripts.reporting.runs import Run, Sweep
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
-from scripts.reporting.track import at_the_edge, entries, mean_losses, noise, plateau, widened
-from scripts.track import TrackOptions, final_definition, make
-from sweeps.definition import check_sweep, load_sweep, pair
+from scripts.reporting.track import LEVEL, Entry, at_the_edge, entries, mean_losses, noise, plateau, rows
+from scripts.track import TrackOptions, here, make
+from sweeps.definition import check_sweep, load_sweep
 from sweeps.plan import plan_runs
 from sweeps.status import State
 
+ABOUT = {"by": "nanoQK", "date": "–"}
 WORDS = {"none": ["qk_norm=none"], "rms": ["qk_norm=rms"], "sink": ["softmax=sink"]}
 RATES = [0.001, 0.002, 0.004, 0.008]
 GRID = {"none": [2.2, 2.0, 2.015, 2.5], "rms": [2.1, 1.95, 1.92, 1.93], "sink": [2.3, 2.1, 2.0, 1.97]}  # mean losses
@@ -43,7 +51,9 @@ def run_of(point: str, seed: int, rate: float, loss: float) -> Run:
         "val/loss_min": loss, "val/loss": loss, "iter_of_min": 100, "worst_loss": loss, "seconds": 1.0, "iter": 100,
         "max attn/max_logit": 10.0 + seed, "cache_bytes_per_token": 2048, "parameters": 1000,
     }  # fmt: skip
-    config = {"optim.learning_rate": rate, "seed": seed, "model.name": "track_nano"}
+    name = point.split(",")[0]
+    slots = {"qk_norm.name": "rms" if name == "rms" else "none", "softmax.name": "sink" if name == "sink" else "plain"}
+    config = {"optim.learning_rate": rate, "seed": seed, "model.name": "track_nano", "logits.name": "none", **slots}
     curves: Any = {"val/loss": {0: 7.0, 100: loss}}
     return Run(f"{point}-{seed}", [point], seed, None, config, State("done", 100), summary, curves)
 
@@ -96,55 +106,34 @@ def test_the_best_rate_is_that_of_the_lowest_mean_and_an_edge_is_named() -> None
     assert plateau({0.001: 2.0, 0.004: 2.0, 0.008: 2.0}, [0.001, 0.002, 0.004, 0.008]) == 0.0  # 0.002 diverged
 
 
+def by_name(grid: Sweep, final: Sweep, folder: Path) -> dict[str, Entry]:
+    return {row.name: row for row in entries(grid, final, folder, ABOUT)}
+
+
 def test_a_contestant_that_lost_runs_is_last_and_says_so(tmp_path: Path) -> None:
     grid, final = sweeps()
-    runs = [replace(r, state=State("diverged")) if r.settings == ["rms"] and r.seed < 3 else r for r in final.runs]
-    found = entries(grid, replace(final, runs=runs), tmp_path)
-    assert found[-1].name == "rms" and found[-1].verdict == "3 of 8 runs are not done"
+    runs = [replace(r, state=State("diverged")) if r.settings == ["sink"] and r.seed < 3 else r for r in final.runs]
+    found = rows(stored(tmp_path / "board", (grid, replace(final, runs=runs))))
+    assert [row.name for row in found] == ["rms", "none", "sink"]
+    assert found[-1].verdict == "3 of 8 runs are not done"
 
 
-def test_best_rates_are_not_read_off_a_grid_with_runs_to_come(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shift", [0.0, 0.002, 0.005, 0.01, 0.02])
+def test_a_verdict_is_that_of_a_t_test_at_the_fixed_level_whatever_the_other_rows(shift: float, tmp_path: Path) -> None:
     grid, final = sweeps()
-    grid.runs[0] = replace(grid.runs[0], state=State("pending"))
-    folder = stored(tmp_path / "board", (grid, final))
-    with pytest.raises(ConfigError, match="1 runs of .*grid have not ended"):
-        make(TrackOptions(folder=str(folder), rates=True))
-
-
-def test_a_verdict_is_holms_and_its_interval_excludes_zero_with_it(tmp_path: Path) -> None:
-    found = {e.name: e for e in entries(*sweeps(), tmp_path)}
-    assert [found[name].verdict for name in ("none", "rms", "sink")] == ["worse", "–", "not told apart"]
-    differences = {name: [offset + own for own in OWN[name]] for name, offset in OFFSET.items()}
-    p = {name: float(stats.ttest_1samp(differences[name], 0).pvalue) for name in ("none", "sink")}
-    assert p["none"] < 0.025 and p["sink"] > 0.05  # ranks 1 and 2
-    for name, level in (("none", 0.025), ("sink", 0.05)):
-        half = stats.t.isf(level / 2, 7) * stdev(differences[name]) / math.sqrt(8)
-        wide, against = found[name].wide, found[name].against
-        assert wide is not None and against is not None and against.estimate is not None
-        assert wide.low == pytest.approx(OFFSET[name] - half) and wide.high == pytest.approx(OFFSET[name] + half)
-        assert against.p["t"] == pytest.approx(p[name])
-    assert found["none"].stable == 0.008 and found["rms"].logit == 17.0
-
-
-def test_a_rejected_step_is_one_whose_interval_excludes_zero() -> None:
-    """Of Holm's steps, whatever the differences are."""
-    _, final = sweeps()
-    for shift in (0.0, 0.002, 0.004, 0.006, 0.01):
-        losses = [run.summary["val/loss_min"] + shift * (run.settings == ["sink"]) for run in final.runs]
-        moved = [run_of(r.settings[0], r.seed, 0, loss) for r, loss in zip(final.runs, losses, strict=True)]
-        pairs = [pair("none", "rms"), pair("sink", "rms")]
-        family = compare(Sweep("final", {}, final.definition, moved), pairs, METRICS[0])
-        for c in family:
-            wide = widened(family)[c.a]
-            assert wide.low is not None and wide.high is not None and c.adjusted["t"] is not None
-            assert (c.adjusted["t"] <= 0.05) == (wide.low > 0 or wide.high < 0)
-
-
-def test_of_folds_the_boards_interval_is_that_of_the_test_that_decides() -> None:
-    values: dict[Replicate, tuple[float, float]] = {(1, fold): (1.0 + x, 1.0) for fold, x in enumerate(SPREAD)}
-    family = [Comparison("sink", "rms", 8, values, shared=1 / 9)]
-    adjust(family)
-    assert widened(family)["sink"] == family[0].deciding != family[0].estimate
+    losses = [r.summary["val/loss_min"] + shift * (r.settings == ["sink"]) for r in final.runs]
+    moved = [
+        replace(r, summary={**r.summary, "val/loss_min": loss}) for r, loss in zip(final.runs, losses, strict=True)
+    ]
+    row = by_name(grid, replace(final, runs=moved), tmp_path)["sink"]
+    differences = [OFFSET["sink"] + shift + own for own in OWN["sink"]]
+    p = float(stats.ttest_1samp(differences, 0).pvalue)
+    half = stats.t.isf(LEVEL / 2, 7) * stdev(differences) / math.sqrt(8)
+    assert row.wide and row.wide.low and row.wide.low == pytest.approx(OFFSET["sink"] + shift - half)
+    assert row.verdict == ("worse" if p <= 0.05 / 40 else "not told apart")
+    assert (row.verdict == "worse") == (row.wide.low > 0) == (shift == 0.02)
+    alone = [run for run in moved if run.settings != ["none"]]
+    assert by_name(grid, replace(final, runs=alone), tmp_path)["sink"].verdict == row.verdict
 
 
 def test_a_board_that_does_not_fit_its_grid_is_refused(tmp_path: Path) -> None:
@@ -158,11 +147,11 @@ def test_a_board_that_does_not_fit_its_grid_is_refused(tmp_path: Path) -> None:
         (grid.runs, at_another, "final has none at the learning rate 0.016; the grid's best is 0.002"),
     ):
         with pytest.raises(ConfigError, match=says):
-            entries(replace(grid, runs=of_grid), replace(final, runs=of_final), tmp_path)
+            by_name(replace(grid, runs=of_grid), replace(final, runs=of_final), tmp_path)
 
 
 def test_the_noise_floor_is_the_spread_over_seeds(tmp_path: Path) -> None:
-    said = noise(entries(*sweeps(), tmp_path))
+    said = noise([*by_name(*sweeps(), tmp_path).values()])
     sds = [stdev([a + b for a, b in zip(SPREAD, OWN[name], strict=True)]) for name in ("none", "sink")]
     assert f"{math.sqrt(sum(sd**2 for sd in sds) / 2):.4f}" in said
     between = math.sqrt(sum(stdev(OWN[name]) ** 2 for name in ("none", "sink")) / 2)
@@ -181,61 +170,47 @@ def test_the_least_difference_has_80_percent_power_to_the_last_digit(tmp_path: P
         return float(stats.nct.sf(t, 7, shift) + stats.nct.cdf(-t, 7, shift))
 
     least = brentq(lambda effect: power(effect) - 0.8, 0.1, 3)
-    said = noise(entries(grid, replace(final, runs=apart), tmp_path))
+    said = noise([*by_name(grid, replace(final, runs=apart), tmp_path).values()])
     assert float(said.split("difference of ")[1].split()[0]) == pytest.approx(least * between, abs=1.1e-4)
 
 
 @pytest.mark.slow
 def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> None:
-    sweep = tmp_path / "grid.yaml"
-    sweep.write_text(json.dumps({"grid": {"words": WORDS}}))
-    folder = stored(tmp_path / "board")
+    sweep, folder = tiny_track(tmp_path)
     for _ in range(2):
         assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
         made = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     text = made["README.md"].decode()
     assert text.startswith("# Board\n") and text.endswith("\nAfter.\n") and "STALE" not in text
     cells = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
-    rows = [[cell.strip() for cell in row] for row in cells]
-    assert [row[0] for row in rows if row[0] in WORDS] == ["sink", "rms", "none"]
-    assert next(row for row in rows if row[0] == "rms")[10:12] == ["1.10 (1.00 to 1.20)", "1.25 (1.00 to 2.00)"]
+    table = [[cell.strip() for cell in row] for row in cells]
+    assert [row[0] for row in table if row[0] in WORDS] == ["sink", "rms", "none"]
+    assert next(row for row in table if row[0] == "rms")[10:12] == ["1.10 (1.00 to 1.20)", "1.25 (1.00 to 2.00)"]
+    (line,) = (row for row in csv.DictReader(made["board.csv"].decode().splitlines()) if row["contestant"] == "none")
+    assert (
+        float(line["difference"]) == pytest.approx(0.05) and line["verdict"] == "worse" and line["decode_time"] == "1"
+    )
     assert made["rates.svg"].count(b"sink") >= 1
     assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == made
-    shutil.copytree(folder / "final", folder / "small")
-    assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
-    both = (folder / "README.md").read_text()
-    assert both.count("| sink |") == both.count("σ over seeds") == 2 and "### At `track_small` scale" in both
     for content in ("{}", '{"variants": {"qk_norm=none": {}}}'):  # the second has the words of a contestant
         (folder / "train.json").write_text(content)
         with pytest.raises(ConfigError, match=r"train\.json does not time contestants"):
             make(TrackOptions(folder=str(folder), sweep=str(sweep)))
 
 
-def test_the_final_sweep_takes_each_contestants_best_rate(tmp_path: Path) -> None:
-    grid, _ = sweeps()
-    file = tmp_path / "final.yaml"
-    (tmp_path / "grid.yaml").write_text(json.dumps({"grid": {"words": WORDS, "optim.learning_rate": RATES}}))
-    file.write_text(final_definition("grid.yaml", WORDS, mean_losses(grid)))
-    runs = plan_runs(load_sweep(str(file), {}), [])
-    assert len(runs) == 3 * 8 and {run.seed for run in runs} == {*range(11, 19)}
-    assert {run.points[0]: run.config.optim.learning_rate for run in runs} == BEST
+@pytest.mark.slow
+def test_the_committed_board_is_what_its_files_give(tmp_path: Path) -> None:
+    """The rows of the README are compared in tests/test_docs.py."""
+    folder = shutil.copytree(ROOT / "results" / "attention_track", tmp_path / "board")
+    assert make(TrackOptions(folder=str(folder))) == 0
+    for file in ("README.md", "board.csv", "rates.svg"):
+        assert (folder / file).read_bytes() == (ROOT / "results" / "attention_track" / file).read_bytes(), file
 
 
 def test_what_is_no_track_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_script(TrackOptions, make, "", ["sweep=leak", "times=true"]) == 2
-    assert "sweep=leak is no track: its grid has no words" in capsys.readouterr().err
-
-
-def test_a_track_of_ones_own_writes_its_final_sweep_beside_it(tmp_path: Path) -> None:
-    board, sweep = stored(tmp_path / "board"), tmp_path / "tracks" / "my.yaml"
-    sweep.parent.mkdir()
-    sweep.write_text(json.dumps({"grid": {"words": WORDS, "optim.learning_rate": RATES}}))
-    assert make(TrackOptions(folder=str(board), sweep=str(sweep), rates=True)) == 0
-    assert len(plan_runs(load_sweep(str(sweep.with_name("my_final.yaml")), {}), [])) == 24
-    sweep.write_text(json.dumps({"grid": {"words": {"none": WORDS["none"]}, "optim.learning_rate": RATES}}))
-    with pytest.raises(ConfigError, match="has no rms, sink, which .*grid has"):
-        make(TrackOptions(folder=str(board), sweep=str(sweep)))
+    assert run_script(TrackOptions, make, "", ["sweep=leak"]) == 2
+    assert "sweep=leak is no track: its grid lacks words or optim.learning_rate" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -246,3 +221,205 @@ def test_every_run_of_the_track_composes_with_the_same_recipe() -> None:
     slots = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip", "optim.learning_rate", "seed")
     first, *others = (flatten(run.config.trajectory).items() for run in runs)
     assert all(key.startswith(slots) for other in others for key, _ in first ^ other)
+
+
+# -----------------------------------------------------------------------------
+# An entry, for real at tiny scale
+
+
+def tiny_track(tmp_path: Path) -> tuple[Path, Path]:
+    """A track of tiny models, and its board, which the runs with known losses open."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i} says that a quick brown fox is {i % 7} years old\n" for i in range(500)))
+    tiny = [*TINY, "data=text", f"data.path={text}", "max_iters=4", "model.dropout=0.0", "wandb.mode=disabled"]
+    rates = {"words": WORDS, "optim.learning_rate": [0.016, 0.032, 0.064]}
+    sweep = tmp_path / "tiny.yaml"
+    sweep.write_text(json.dumps({"overrides": tiny, "seeds": [1, 2], "also": {"attn/max_logit": "max"}, "grid": rates}))
+    return sweep, stored(tmp_path / "results" / "tiny")
+
+
+PLUGIN = (ROOT / "docs" / "attention_track.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+REFUSED = {
+    "overrides: [logits=softcap, data.fold=1]": "soft: data.fold=1 breaks the rules: an entry sets qk_norm, logits,",
+    "overrides: [logits=softcap, max_iters=9]": "soft: max_iters=9 breaks the rules",
+    "overrides: [model.n_embd=32]": "soft: model.n_embd=32 breaks the rules",
+    "overrides: [attention=gqa]": "soft: attention=gqa of another size is another model",
+    "overrides: [attention.head_dim=16]": "soft: attention=mha of another size is another model",
+    "overrides: [softmax=sink]": "soft has the settings of sink",
+    "overrides: [logits=softcop]": "logits=softcop must be one of",
+    "overrides: logits": "overrides=logits must be a list",
+    "name: Soft": "name=Soft must be a lower-case word, and not rms, none or final",
+    "name: rms": "name=rms must be a lower-case word, and not rms, none or final",
+    "seeds: [1]": "seeds=[1] is unknown",
+    "overrides: ['plugins=[gone]', logits=gone]": "no module gone",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_an_entry_that_breaks_the_rules_is_refused_in_one_line(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, folder = tiny_track(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("soft.yaml").write_text(
+        yaml.safe_dump({"name": "soft", "overrides": ["logits=softcap"]} | yaml.safe_load(line))
+    )
+    assert run_script(TrackOptions, make, "", ["enter=soft.yaml", f"sweep={sweep}", f"folder={folder}"]) == 2
+    said = capsys.readouterr().err
+    assert REFUSED[line] in said and said.count("\n") == 1 and not Path("runs").exists()
+
+
+def test_a_board_is_full_after_40_comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, folder = tiny_track(tmp_path)
+    monkeypatch.setattr(track, "ROWS", 2)  # as many as opened it
+    (tmp_path / "soft.yaml").write_text("{name: soft, overrides: [logits=softcap]}")
+    with pytest.raises(ConfigError, match="has 2 comparisons, the most of a board: a new one begins with"):
+        make(TrackOptions(enter=str(tmp_path / "soft.yaml"), sweep=str(sweep), folder=str(folder), dry_run=True))
+
+
+def test_a_machine_without_bf16_hardware_trains_an_entry_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = load_sweep("attention_track", {})
+    for has in (True, False):
+        monkeypatch.setattr("core.device.has_bfloat16", lambda device, has=has: has)
+        planned = plan_runs(replace(here(sweep), grid={"words": {"rms": ["qk_norm=rms"]}}), [])
+        assert {run.config.dtype for run in planned} == {"bfloat16" if has else "float32"}
+
+
+def edited(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def falsify(entry: Path, key: str, new: str, liar: bool = True) -> None:
+    """Another value in a final run's line. liar: with the hash of the new runs.csv in provenance.json."""
+    (row, *_) = (row for row in csv.DictReader((entry / "runs.csv").open()) if row["settings"] == "final/asinh")
+    (line,) = (line for line in (entry / "runs.csv").read_text().splitlines() if line.startswith(row["id"]))
+    edited(entry / "runs.csv", line, line.replace(f",{row[key]},", f",{new},", 1))
+    if liar:
+        about = json.loads((entry / "provenance.json").read_text())
+        about["sha256"]["runs.csv"] = sha256((entry / "runs.csv").read_bytes()).hexdigest()
+        (entry / "provenance.json").write_text(json.dumps(about))
+
+
+FALSIFIED: dict[str, Callable[[Path], None]] = {
+    "runs.csv was changed": lambda entry: falsify(entry, "val/loss_min", "1.5", liar=False),
+    "has another lowest loss in its curve": lambda entry: falsify(entry, "val/loss_min", "1.5"),
+    "board.csv has another row: its runs give asinh,": lambda entry: falsify(entry, "parameters", "600"),
+    "my_asinh.py was changed": lambda entry: edited(entry / "my_asinh.py", "asinh(", "sinh("),
+    "entry.yaml was changed": lambda entry: edited(entry / "entry.yaml", "Ada", "Bob"),
+}
+
+
+@pytest.mark.slow
+def test_an_entry_is_one_command_killed_or_not_and_is_verified(
+    tmp_path: Path,
+    program: Program,
+    plugins_undone: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    sweep, folder = tiny_track(tmp_path)
+    entry, board = folder / "entries" / "asinh", (f"sweep={sweep}", f"folder={folder}")
+    (tmp_path / "my_asinh.py").write_text(PLUGIN)
+    command = [sys.executable, str(ROOT / "scripts" / "track.py"), "enter=my_asinh.py", "by=Ada", *board]
+    killed = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None
+    begun = ""
+    while "[1/6]" not in begun:
+        begun += killed.stdout.readline()
+    killed.kill()
+    assert killed.wait() == -9 and "22 runs (22 pending)" in begun and not entry.exists()
+    done = program(*command[1:]).stdout
+    assert re.search(r": 6 runs \([1-5] done", done) and "22 done in" in done and "next:" not in done
+    assert {"runs.csv", "curves.csv.gz", "provenance.json", "entry.yaml", "my_asinh.py"} <= {*os.listdir(entry)}
+    found = {row.name: row for row in rows(folder)}
+    assert found["asinh"].loss.n == 8 and found["asinh"].about["by"] == "Ada" and found["asinh"].slot == "logits"
+    assert "| asinh | logits |" in (folder / "README.md").read_text()
+
+    monkeypatch.chdir(tmp_path)
+    for file in entry.glob("*.json"):
+        if file.name != "provenance.json":
+            file.unlink()  # they are there where the cores were quiet
+    monkeypatch.setattr(track, "QUIET", 99.0)
+    monkeypatch.setattr(track, "ROUNDS", (7, 7))
+    assert make(TrackOptions(enter="my_asinh.py", by="Ada", sweep=str(sweep), folder=str(folder))) == 0
+    assert not (folder / "entries" / "asinh.1").exists(), "the same runs supersede nothing"
+    (row,) = (row for row in rows(folder) if row.name == "asinh")
+    assert all({"median", "low", "high"} <= {*ratio} for ratio in row.ratios)
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, capture_output=True)
+
+    def verified(status: int) -> str:
+        """By the workflow's script."""
+        script = [str(ROOT / ".github" / "verify_entries.sh"), "HEAD~1", *board]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(script, capture_output=True, text=True, env={**os.environ, "PATH": path})
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "before")
+    git("add", "results")
+    git("commit", "-q", "-m", "an entry")
+    (tmp_path / "my_asinh.py").unlink()  # it trains with the stored copy
+    said = verified(0)
+    assert "board.csv has the row that its runs give" in said and "3 σ over seeds are" in said
+    kept = shutil.copytree(entry, tmp_path / "kept")
+    for says, change in FALSIFIED.items():
+        change(entry)
+        assert run_script(TrackOptions, make, "", ["verify=asinh", *board]) == 1
+        line = capfd.readouterr().err.strip()
+        assert says in line and line.startswith("failed: asinh: ") and "\n" not in line
+        shutil.rmtree(entry)
+        shutil.copytree(kept, entry)
+    falsify(entry, "val/loss_min", "1.5")
+    assert "failed: asinh: " in verified(1)
+    shutil.rmtree(entry)
+    shutil.copytree(kept, entry)
+
+    (tmp_path / "my_asinh.py").write_text(PLUGIN)
+    (tmp_path / "other.yaml").write_text('{name: asinh, overrides: ["plugins=[my_asinh]", logits=asinh, logits.c=0.1]}')
+    program("scripts/track.py", "enter=other.yaml", *board, status=2)  # sweep_dir= holds other settings
+    program("scripts/track.py", "enter=other.yaml", "sweep_dir=other", *board)
+    program("scripts/track.py", "withdraw=asinh", "reason=wrong c", *board)
+    status = {(row.settings.get("logits.c"), row.status) for row in rows(folder) if row.name == "asinh"}
+    assert status == {(10, "superseded"), (0.1, "withdrawn: wrong c")}
+    assert "### Superseded and withdrawn" in (folder / "README.md").read_text()
+    assert len((folder / "board.csv").read_text().splitlines()) == 1 + 3 + 2
+
+
+@pytest.mark.slow
+def test_a_board_is_opened_by_one_command_whose_rates_go_on_past_an_edge(tmp_path: Path, program: Program) -> None:
+    sweep, _ = tiny_track(tmp_path)
+    content = json.loads(sweep.read_text())
+    content["grid"] = {"words": {name: WORDS[name] for name in ("none", "rms")}, "optim.learning_rate": [0.001, 0.002]}
+    sweep.write_text(json.dumps(content | {"seeds": [1]}))
+    done = program("scripts/track.py", "open=true", f"sweep={sweep}", "folder=opened").stdout
+    assert done.count("best at the grid's edge, so one more rate: none 0.004, rms 0.004") == 1
+    found = rows(tmp_path / "opened")
+    assert {row.name: (row.loss.n, len(row.tried)) for row in found} == {"none": (8, 5), "rms": (8, 5)}
+
+
+def test_what_github_reads_is_what_the_programs_take() -> None:
+    folder = ROOT / ".github"
+    files = {file.name: yaml.safe_load(file.read_text()) for file in folder.rglob("*.yml")}
+    flows = {name: content for name, content in files.items() if "jobs" in content}
+    assert {*flows} == {"check.yml", "entries.yml"} and {*files} - {*flows} == {"bug.yml", "entry.yml"}
+    assert all(flow["permissions"] == {"contents": "read"} for flow in flows.values())
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lines = [
+        step["run"]
+        for flow in flows.values()
+        for job in flow["jobs"].values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+    made = [line.removeprefix("make ") for line in lines if line.startswith("make ")]
+    assert {*made} <= {*targets} and "pull_request" in flows["entries.yml"][True]  # YAML reads on: as true
+    (script,) = (word for line in lines for word in line.split() if word.endswith(".sh"))
+    assert os.access(ROOT / script, os.X_OK)
+    for name in ("bug.yml", "entry.yml"):
+        assert {"name", "description", "body"} <= files[name].keys()
+        assert all({"type", "attributes"} <= part.keys() for part in files[name]["body"])

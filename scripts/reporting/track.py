@@ -1,60 +1,76 @@
-"""The board of the attention track: a row for each contestant, from the stored reports of its two sweeps.
+"""The board of a track: a row for each contestant, judged against the RMS QK norm, from stored runs.
 
-grid: every contestant at every learning rate. final: every contestant at its best rate, with fresh seeds, which alone
-decide. results/attention_track/README.md has the rules.
+A board opens with several contestants; each entry adds one. Both have a grid, every contestant at every learning rate,
+and final runs at its best rate with fresh seeds, which alone decide. results/attention_track/README.md has the rules.
 """
 
+import csv
+import io
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from core.files import read_json
+from core.git import short
 from core.schema import require
 from scripts.reporting.charts import OKABE_ITO, Figure, Spec, marks, quantity
 from scripts.reporting.comparisons import Comparison, compare
 from scripts.reporting.numbers import Estimate, interval, n_needed
-from scripts.reporting.rates import best_rate, final_means, highest_stable, runs_by_rate
+from scripts.reporting.rates import best_rate, final_means, runs_by_rate
 from scripts.reporting.runs import METRICS, Sweep
-from scripts.reporting.tables import Columns, Table, ends, filled, mean_and_ends, number, p_value
+from scripts.reporting.stored import read_stored
+from scripts.reporting.tables import Columns, ends, filled, mean_and_ends, number
 from sweeps.definition import pair
 
-BASELINE = "rms"  # the contestant that differences are to
+BASELINE, PLAIN = "rms", "none"  # the contestants that losses, and times, are compared with
+ROWS = 40  # of a board at most, so that each row has a level of its own and no later one changes its verdict
+LEVEL = 0.05 / ROWS
+FINAL = "final"  # the part of an entry's sweep with the final runs; the others are its grid
+SLOTS = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip", "attention")  # what an entry may set
+UNUSED = ("none", "plain", "mha")  # in a slot
 PLATEAU = 0.02  # nats: rates within this of a contestant's best one are good ones
 LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant. means: learning rate -> mean loss over the seeds of the grid; tried: all its rates. loss: of the
-    final runs; lost: how many of these are not done.
+    """A row. settings: of its first final run, flat, with the hashes of its plugins. means: learning rate -> mean loss
+    over the seeds of the grid; tried: all its rates. loss: of the final runs; lost: how many of these are not done.
 
-    ratios: time of an update, and of a decoded token, over `none`, with their intervals. wide: the interval of the
-    difference to BASELINE at the level of Holm's step.
+    against: its difference to BASELINE, of the same machine; wide: with its interval at LEVEL. ratios: time of an
+    update, and of a decoded token, over PLAIN, with their intervals. about: machine, date, commit, by. status: "" or
+    why the row does not count any more.
     """
 
     name: str
+    settings: Mapping[str, Any]
     means: dict[float, float]
-    stable: float | None
+    tried: Sequence[float]
     loss: Estimate
+    lost: int
     against: Comparison | None
     wide: Estimate | None
     logit: float | None
-    cache: float | None
     parameters: float | None
     ratios: tuple[Mapping[str, float], Mapping[str, float]]
-    tried: Sequence[float]
-    lost: int
+    about: Mapping[str, str]
+    status: str = ""
 
     @property
     def verdict(self) -> str:
         if self.lost:
             return f"{self.lost} of {self.lost + self.loss.n} runs are not done"
         return "–" if self.against is None else self.against.verdict("better", "worse")
+
+    @property
+    def slot(self) -> str:
+        return " + ".join(group for group in SLOTS if self.settings.get(f"{group}.name", "none") not in UNUSED) or "–"
 
 
 # -----------------------------------------------------------------------------
@@ -92,41 +108,69 @@ def plateau(means: Mapping[float, float], tried: Iterable[float]) -> float:
     return math.log2(block[-1] / block[0])
 
 
-def entries(grid: Sweep, final: Sweep, times: Path) -> list[Entry]:
-    """The contestants, the lowest loss first, those with lost runs last. times: the folder of train.json and
-    decode.json.
+def grid_and_final(sweep: Sweep) -> tuple[Sweep, Sweep]:
+    """The two parts of an entry's sweep, as sweeps of their own."""
+    plain, prefix = replace(sweep.definition, parts={}), f"{FINAL}/"
+    final = [run for run in sweep.runs if run.settings[0].startswith(prefix)]
+    renamed = [replace(run, settings=[one.removeprefix(prefix) for one in run.settings]) for run in final]
+    grid = [run for run in sweep.runs if run not in final]
+    return replace(sweep, definition=plain, runs=grid), replace(sweep, definition=plain, runs=renamed)
+
+
+def stored(folder: Path) -> tuple[Sweep, Sweep]:
+    """The grid and the final runs of an entry, or of what opened a board. Raises: ConfigError."""
+    if (folder / "grid").is_dir():
+        return read_stored(folder / "grid", "grid"), read_stored(folder / FINAL, FINAL)
+    return grid_and_final(read_stored(folder, folder.name))
+
+
+def rows(folder: Path) -> list[Entry]:
+    """Every row that a board ever had, those that count first, the lowest difference first. Raises: ConfigError."""
+    entered = [entry_row(file.parent) for file in sorted((folder / "entries").glob("*/entry.yaml"))]
+    again = {row.name for row in entered}
+    opened = entries(*stored(folder), folder, {"by": "nanoQK", "date": "–"})
+    old = [replace(row, status="superseded") if row.name in again else row for row in opened]
+    return sorted(old + entered, key=lambda row: (row.status != "", row.lost > 0, row.wide.mean if row.wide else 0.0))
+
+
+def entry_row(path: Path) -> Entry:
+    """The row of an entry's folder, NAME, or NAME.1 where another one has superseded it."""
+    about = read_json(path / "provenance.json")
+    (row,) = entries(*stored(path), path, {key: str(about.get(key, "–")) for key in ("by", "date")})
+    status = f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "superseded" if path.suffix else ""
+    return replace(row, status=status)
+
+
+def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) -> list[Entry]:
+    """The contestants of the grid. times: the folder of train.json and decode.json. about: as in Entry.
 
     Raises: ConfigError where the final sweep has a contestant that the grid lacks, or not at its best rate.
     """
-    rates, means, names = runs_by_rate(grid), mean_losses(grid), final.settings
+    rates, means = runs_by_rate(grid), mean_losses(grid)
+    names = [name for name in final.settings if name in means or name != BASELINE]
     require(all(name in means for name in names), f"{grid.name} lacks some of {', '.join(names)}")
-    others = compare(final, [pair(name, BASELINE) for name in names if name != BASELINE], METRICS[0])
-    against, wide = {c.a: c for c in others}, widened(others)
-    update, decode = (ratios_of(times / file, means) for file in ("train.json", "decode.json"))
+    update, decode = (ratios_of(times / file, [*means, PLAIN]) for file in ("train.json", "decode.json"))
+    where = [*final.distinct("device"), *(["float32"] if "torch.float32" in final.distinct("dtype") else [])]
+    about = {"machine": ", ".join(where), "commit": ", ".join(map(short, final.distinct("commit"))), **about}
     found = []
     for name in names:
         runs = final.done(name)
         require(bool(runs), f"{final.name} has no run of {name} that is done")
         best, rate = best_rate(means[name]), runs[0].config["optim.learning_rate"]
         require(rate == best, f"{final.name} has {name} at the learning rate {rate:g}; the grid's best is {best:g}")
-        first = runs[0].summary
+        against = None if name == BASELINE else compare(final, [pair(name, BASELINE)], METRICS[0])[0]
+        if against:  # its p counts ROWS times, whatever the other rows
+            against.adjusted = {test: p and min(1.0, ROWS * p) for test, p in against.adjusted.items()}
         logits = [run.summary[LOGIT_KEY] for run in runs if LOGIT_KEY in run.summary]
         found.append(Entry(
-            name=name, means=means[name], tried=[*rates[name]], stable=highest_stable(rates[name])[0],
-            loss=interval([run.summary[LOSS_KEY] for run in runs]), lost=len(final.runs_of(name)) - len(runs),
-            against=against.get(name), wide=wide.get(name), logit=max(logits, default=None),
-            cache=first.get("cache_bytes_per_token"), parameters=first.get("parameters"),
-            ratios=(update.get(name, {}), decode.get(name, {})),
+            name=name, settings=runs[0].config | {"plugins": runs[0].summary.get("plugins", {})},
+            means=means[name], tried=[*rates[name]], loss=interval([run.summary[LOSS_KEY] for run in runs]),
+            lost=len(final.runs_of(name)) - len(runs), against=against,
+            wide=against.deciding_interval(LEVEL) if against and against.estimate else None,
+            logit=max(logits, default=None), parameters=runs[0].summary.get("parameters"),
+            ratios=(update.get(name, {}), decode.get(name, {})), about=about,
         ))  # fmt: skip
-    return sorted(found, key=lambda entry: (entry.lost > 0, entry.loss.mean))
-
-
-def widened(family: Sequence[Comparison]) -> dict[str, Estimate]:
-    """Each difference's interval at the level of Holm's step: of m comparisons the one with the k-th smallest p has
-    1 - 0.05 / (m - k + 1), as the board's rules say. It excludes zero where that step's own p is small enough; Holm
-    rejects no step after the first whose p is not."""
-    tested = sorted((c for c in family if c.deciding_test in c.p), key=lambda c: c.p[c.deciding_test])
-    return {c.a: c.deciding_interval(0.05 / (len(family) - k)) for k, c in enumerate(tested)}
+    return found
 
 
 def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Mapping[str, float]]:
@@ -139,7 +183,7 @@ def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Mapping[str
     content: Any = read_json(file)
     content = content.get("1_sequences", content)  # bench_sample.py groups its results, and once wrote speeds
     timed = next(iter(content.get("variants", {})), None)
-    require(timed in contestants, f"{file} does not time contestants: scripts/track.py times=true prints the command")
+    require(timed in contestants, f"{file} does not time contestants: scripts/track.py enter= writes it")
     ends = {"median": "median", "low": "high", "high": "low"}
     speeds = content.get("speed_over_first", {}).items()
     inverted = {name: {key: 1 / of[end] for key, end in ends.items() if end in of} for name, of in speeds}
@@ -176,31 +220,78 @@ def noise(found: Sequence[Entry]) -> str:
     )
 
 
-DIFFERENCES: Columns[Entry] = {
+DIFFERENCE = f"loss minus {BASELINE}, 95 %"
+COUNTED: Columns[Entry] = {
     "contestant": lambda e: e.name,
+    "slot": lambda e: e.slot,
     "verdict": lambda e: e.verdict,
+    DIFFERENCE: lambda e: mean_and_ends(e.against.deciding if e.against else None, "+.4f"),
+    f"{100 - 100 * LEVEL:g} %": lambda e: ends(e.wide, "+.4f"),
+    "n": lambda e: f"{e.loss.n}",
     "loss": lambda e: number(e.loss.mean),
-    f"minus {BASELINE}, 95 %": lambda e: mean_and_ends(e.against.deciding if e.against else None, "+.4f"),
-    "corrected": lambda e: ends(e.wide, "+.4f"),
-    "Holm p": lambda e: p_value(e.against.adjusted[e.against.deciding_test] if e.against and e.wide else None),
-}
-BOARD: Columns[Entry] = {
     "best rate": lambda e: number(best_rate(e.means), "g"),
     "good rates, octaves": lambda e: number(plateau(e.means, e.tried), "g"),
-    "highest stable rate": lambda e: number(e.stable, "g"),
     "largest logit": lambda e: number(e.logit, ".1f"),
     "update time": lambda e: times(e.ratios[0]),
     "decode time": lambda e: times(e.ratios[1]),
-    "cache, bytes a token": lambda e: number(e.cache, ",.0f"),
     "parameters": lambda e: number(e.parameters, ",.0f"),
+    "machine": lambda e: e.about["machine"],
+    "date": lambda e: e.about["date"],
+    "commit": lambda e: e.about["commit"],
+    "entered by": lambda e: e.about["by"],
 }
-SMALL = ("largest logit", "parameters")  # columns of runs at one rate, which were not timed
+OTHERS = COUNTED | {"why": lambda e: e.status}
+FIRST = 4  # rows of the README's table, and that of PLAIN
+SHOWN = ("contestant", "slot", "verdict", DIFFERENCE, "n", "update time", "entered by")  # there
 
 
-def board(found: Sequence[Entry], columns: Collection[str] = BOARD.keys()) -> Table:
-    """columns: those of BOARD that follow DIFFERENCES."""
-    more = {head: cell for head, cell in BOARD.items() if head in columns}
-    return filled(DIFFERENCES | more, found, text_columns=2)
+def board(found: Sequence[Entry]) -> str:
+    """The tables: the rows that count, and those that do not any more."""
+    counted, others = ([row for row in found if bool(row.status) == gone] for gone in (False, True))
+    text = f"{noise(counted)}\n\n{filled(COUNTED, counted, text_columns=3).markdown()}"
+    if others:
+        text += f"\n### Superseded and withdrawn\n\n{filled(OTHERS, others, text_columns=3).markdown()}"
+    return text
+
+
+def first_rows(found: Sequence[Entry]) -> tuple[str, str]:
+    """What the README says of a board, and its table."""
+    counted = [row for row in found if not row.status]
+    floor, verdicts = noise_floor(counted), Counter(row.verdict for row in counted)
+    assert floor is not None
+    said = (
+        f"{len(counted)} controls of attention logits, plain attention (`{PLAIN}`) among them, each at its own best "
+        f"learning rate. Against the {BASELINE.upper()} QK norm {verdicts['better']} are better, {verdicts['worse']} "
+        f"worse, and {verdicts['not told apart']} not told apart, each at the level 0.05 / {ROWS}. {counted[0].loss.n} "
+        f"seeds find a single difference of {floor[2]:.3f} nats with 80\u00a0% power. Rank: by mean difference. "
+        f"Time: over that of `{PLAIN}`."
+    )
+    rank = {row.name: i for i, row in enumerate(counted, 1)}
+    columns = {"rank": lambda row: f"{rank[row.name]}", **{head: COUNTED[head] for head in SHOWN}}
+    table = filled(columns, [row for row in counted if rank[row.name] <= FIRST or row.name == PLAIN], text_columns=4)
+    gap = ["…", *[""] * (len(table.columns) - 1)]
+    return said, replace(table, rows=[*table.rows[:FIRST], gap, *table.rows[FIRST:]]).markdown()
+
+
+def board_csv(found: Sequence[Entry]) -> str:
+    """A line a row, with numbers to six decimals, so that every machine writes the same."""
+    text, lines = io.StringIO(), [*map(csv_line, found)]
+    csv.writer(text, lineterminator="\n").writerows([[*lines[0]], *(line.values() for line in lines)])
+    return text.getvalue()
+
+
+def csv_line(e: Entry) -> dict[str, str]:
+    wide, of_95, (update, decode) = e.wide, e.against and e.against.deciding, e.ratios
+    numbers: dict[str, Any] = {
+        "difference": wide and wide.mean, "low": wide and wide.low, "high": wide and wide.high,
+        "low_95": of_95 and of_95.low, "high_95": of_95 and of_95.high, "loss": e.loss.mean,
+        "best_rate": best_rate(e.means), "good_octaves": plateau(e.means, e.tried), "largest_logit": e.logit,
+        "update_time": update.get("median"), "update_low": update.get("low"), "update_high": update.get("high"),
+        "decode_time": decode.get("median"), "decode_low": decode.get("low"), "decode_high": decode.get("high"),
+        "parameters": e.parameters,
+    }  # fmt: skip
+    text = {"contestant": e.name, "status": e.status, "slot": e.slot, "verdict": e.verdict, "n": f"{e.loss.n}"}
+    return text | {key: "" if x is None else f"{round(x, 6):.12g}" for key, x in numbers.items()} | dict(e.about)
 
 
 def times(ratio: Mapping[str, float]) -> str:
