@@ -16,6 +16,7 @@ from helpers.sweeps import use_mps
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
+from core.schema import ConfigError
 from scripts import check_gpu
 from scripts.benchmarks import gpu, timing
 from scripts.check_gpu import CheckOptions
@@ -107,6 +108,10 @@ def test_every_part_runs_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a stand-in for MPS, for nvidia-smi and for nanoGPT."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for part, name in (("workers", "baby_gpt, MPS"), ("bits", "baby_gpt")):
+        with pytest.raises(ConfigError, match="launcher.mps=true needs GPUs"):
+            gpu.PARTS[part](CheckOptions(device="cpu"), [])[name]()
     use_mps(tmp_path, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho 312.5\n")
