@@ -121,8 +121,7 @@ def test_every_part_runs_on_a_cpu(
     assert capsys.readouterr().out.endswith("\n31\n")
 
 
-def check_on_fake_cuda(peer: str) -> None:
-    asked = CheckOptions(device="cuda", rounds=1, peer=peer)
+def check_on_fake_cuda() -> None:
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.compile", lambda model, **_: model)
         patch.setattr("torch.profiler.profile", Profile)
@@ -139,8 +138,7 @@ def check_on_fake_cuda(peer: str) -> None:
 def test_every_part_runs_on_the_fake_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But `bits`, which starts a sweep, and `turns`, whose nanoGPT builds its model on the CPU."""
     use_mps(tmp_path, monkeypatch)
-    (tmp_path / "model.py").write_text(PEER)
-    assert on_fake_cuda("test_check_gpu.check_on_fake_cuda", str(tmp_path)).endswith("\n29\n")
+    assert on_fake_cuda("test_check_gpu.check_on_fake_cuda").endswith("\n29\n")
 
 
 SPOILED = """
