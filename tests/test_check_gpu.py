@@ -130,9 +130,8 @@ def check_on_fake_cuda() -> None:
         row = gpu.traced(lambda: None, on_cuda=True)
         assert (row["kernels"], row["launches"], row["busy, ms"]) == (2, 1, 2 / gpu.UPDATES)
         assert row["ms by kind"] == pytest.approx({"matmul": 1.5, "reductions, as norms": 1.0})
-        check_parts(
-            asked, [part for part in gpu.PARTS if part not in ("turns", "bits")], [*gpu.TINY, "compile=false"], patch
-        )
+        parts = [part for part in gpu.PARTS if part not in ("turns", "bits")]
+        check_parts(CheckOptions(device="cuda", rounds=1), parts, [*gpu.TINY, "compile=false"], patch)
 
 
 def test_every_part_runs_on_the_fake_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
