@@ -16,6 +16,7 @@ from helpers.sweeps import use_mps
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
+from core.schema import ConfigError
 from scripts import check_gpu
 from scripts.benchmarks import gpu, timing
 from scripts.check_gpu import CheckOptions
@@ -23,14 +24,12 @@ from scripts.check_gpu import CheckOptions
 pytestmark = pytest.mark.usefixtures("quick_processes")
 PEER = """
 import torch
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class GPTConfig:
     def __init__(self, **sizes): self.__dict__.update(sizes)
 class GPT(torch.nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.logits = torch.nn.Embedding(c.vocab_size, c.vocab_size, device=DEVICE)
-    def to(self, device): return self
+        self.logits = torch.nn.Embedding(c.vocab_size, c.vocab_size, device="cpu")
     def configure_optimizers(self, decay, rate, betas, device): return torch.optim.AdamW(self.parameters(), rate)
     def forward(self, x, y):
         logits = self.logits(x)
@@ -107,6 +106,10 @@ def test_every_part_runs_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a stand-in for MPS, for nvidia-smi and for nanoGPT."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for part, name in (("workers", "baby_gpt, MPS"), ("bits", "baby_gpt")):
+        with pytest.raises(ConfigError, match="launcher.mps=true needs GPUs"):
+            gpu.PARTS[part](CheckOptions(device="cpu"), [])[name]()
     use_mps(tmp_path, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho 312.5\n")
@@ -118,8 +121,7 @@ def test_every_part_runs_on_a_cpu(
     assert capsys.readouterr().out.endswith("\n31\n")
 
 
-def check_on_fake_cuda(peer: str) -> None:
-    asked = CheckOptions(device="cuda", rounds=1, peer=peer)
+def check_on_fake_cuda() -> None:
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.compile", lambda model, **_: model)
         patch.setattr("torch.profiler.profile", Profile)
@@ -128,14 +130,14 @@ def check_on_fake_cuda(peer: str) -> None:
         row = gpu.traced(lambda: None, on_cuda=True)
         assert (row["kernels"], row["launches"], row["busy, ms"]) == (2, 1, 2 / gpu.UPDATES)
         assert row["ms by kind"] == pytest.approx({"matmul": 1.5, "reductions, as norms": 1.0})
-        check_parts(asked, [part for part in gpu.PARTS if part != "bits"], [*gpu.TINY, "compile=false"], patch)
+        parts = [part for part in gpu.PARTS if part not in ("turns", "bits")]
+        check_parts(CheckOptions(device="cuda", rounds=1), parts, [*gpu.TINY, "compile=false"], patch)
 
 
 def test_every_part_runs_on_the_fake_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But `bits`, which starts a sweep and asks nothing of the device itself."""
+    """But `bits`, which starts a sweep, and `turns`, whose nanoGPT builds its model on the CPU."""
     use_mps(tmp_path, monkeypatch)
-    (tmp_path / "model.py").write_text(PEER)
-    assert on_fake_cuda("test_check_gpu.check_on_fake_cuda", str(tmp_path)).endswith("\n30\n")
+    assert on_fake_cuda("test_check_gpu.check_on_fake_cuda").endswith("\n29\n")
 
 
 SPOILED = """

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from core.device import move, resolve_device, resolve_dtype, synchronize, total_memory
 from core.files import file_sha256
-from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, build, one_line, options, require
+from core.schema import NOT_EMPTY, POSITIVE, AtLeast, Help, one_line, options, require, settings_of
 from scripts.benchmarks import bench_decode, bench_train
 from scripts.benchmarks.timing import Built, Side, alternate, captured, machine, median, ratio
 from sweeps import launch
@@ -283,7 +283,7 @@ def workers_row(mps: bool, at_once: tuple[int, ...], words: list[str]) -> Row:
     n_most, environment, row = max(at_once), dict[str, str](), Row()
     with contextlib.ExitStack() as stack:
         if mps:
-            build(LocalOptions, {"workers": n_most, "mps": True})  # refused where there is none
+            LocalOptions(workers=n_most, mps=True).check()  # refused where there is none
             gpus = visible_gpus()
             daemon = MpsDaemon(gpus, Path(stack.enter_context(tempfile.TemporaryDirectory()), "logs"))
             stack.callback(daemon.stop)
@@ -403,7 +403,7 @@ def bits_row(words: list[str]) -> Row:
         found: list[list[list[str]]] = []  # of each sweep and run
         for launcher in ({"workers": workers, "mps": True}, {"workers": 1}):
             where = {"sweep": f"{name}/bits.yaml", "sweep_dir": f"{name}/{len(found)}", "retries": 0}
-            asked = build(launch.LaunchOptions, {**where, "launcher": {"name": "local", **launcher}})
+            asked = settings_of(launch.LaunchOptions, {**where, "launcher": {"name": "local", **launcher}})
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 status = launch.run(asked, [])
             assert status == 0, f"the sweep ends with status {status}: {said.getvalue()[-300:]}"
