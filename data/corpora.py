@@ -109,15 +109,14 @@ def read_bytes(path: Path, name: str) -> bytes:
 
 def load_tiny_shakespeare(config: options.TinyShakespeareOptions) -> str:
     if config.path is not None:
-        name = f"data.path={config.path}"
-        return check_tiny_shakespeare(read_bytes(expand(config.path), name), name)
+        return check_tiny_shakespeare(read_tiny_shakespeare(config.path), f"data.path={config.path}")
     files = [folder / "tiny_shakespeare" / "input.txt" for folder in data_folders()]
     if (text := find_tiny_shakespeare(files)) is not None:
         return text
     problem = probe_hub()
     places = " or ".join(map(str, files))
     absent = f"data={config.name} is not at {places}, and the Hugging Face Hub is out of reach ({problem})"
-    advice = "set NANOQK_DATA to a folder with tiny_shakespeare/input.txt, or use data=python_docs"
+    advice = "set data.path or NANOQK_DATA to a folder with tiny_shakespeare/input.txt, or use data=python_docs"
     require(problem is None, f"{absent}: {advice}")
     with creating(files[-1]):
         if (text := find_tiny_shakespeare(files)) is not None:  # another process downloaded it
@@ -131,6 +130,17 @@ def load_tiny_shakespeare(config: options.TinyShakespeareOptions) -> str:
 def find_tiny_shakespeare(files: list[Path]) -> str | None:
     file = next((file for file in files if os.path.exists(file)), None)
     return None if file is None else check_tiny_shakespeare(read_bytes(file, str(file)), str(file))
+
+
+def read_tiny_shakespeare(path: str) -> bytes:
+    """The bytes at data.path: the file itself, or a folder that holds it."""
+    name, place = f"data.path={path}", expand(path)
+    if not place.is_dir():
+        return read_bytes(place, name)
+    for file in (place / "input.txt", place / "tiny_shakespeare" / "input.txt"):
+        if os.path.exists(file):
+            return read_bytes(file, str(file))
+    raise ConfigError(f"{name} holds neither input.txt nor tiny_shakespeare/input.txt")
 
 
 def check_tiny_shakespeare(raw: bytes, source: str) -> str:

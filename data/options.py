@@ -54,7 +54,9 @@ class TinyShakespeareOptions(FoldedTextOptions):
     """1.1 MB of Shakespeare, 65 characters"""
 
     name: str = "tiny_shakespeare"
-    path: Annotated[str | None, MOVABLE, Help("the file; null: look in $NANOQK_DATA, the cache, the network")] = None
+    path: Annotated[
+        str | None, MOVABLE, Help("the file or its folder; null: look in $NANOQK_DATA, the cache, the network")
+    ] = None
 
 
 @options

@@ -214,6 +214,9 @@ def check(asked: CheckOptions, overrides: list[str]) -> int:
         load_model(asked.peer)  # refused now, not after minutes
     call = Call(asked, overrides)
     states = [call.run("device", again=True)]
+    if not call.device:
+        say("the budget is spent before the machine is known")
+        return 1
     names = [name for name in asked.parts or PARTS if name != "device"]
     for name in sorted(names, key=lambda name: call.parts.get(name, {}).get("state") == "failed"):  # others come first
         states.append(call.run(name, again=name in asked.parts))

@@ -15,7 +15,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +32,7 @@ from core.rundir import at_end, read_summary
 from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, flatten, options, require
 from core.wandb_run import wandb_options
 from sweeps.claims import Launch
-from sweeps.definition import Definition, load_sweep, sweep_name
+from sweeps.definition import Definition, load_sweep, read_definition, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
 from sweeps.plan import PlannedRun, freeze, plan_runs, temperature_note
 from sweeps.status import FINAL, State, SweepPlace, failures, progress, state_of, tally
@@ -70,6 +72,9 @@ def run(asked: LaunchOptions, overrides: list[str], hint: bool = True) -> int:
     sweep_dir = asked.directory.resolve()
     check_usable(sweep_dir)
     unstored = without_stored(runs, asked.from_)
+    left_out = read_definition(str(asked.sweep))["parts"].keys() - sweep.parts.keys()
+    for warning in unknown_points(sweep, {point for run in runs for point in run.points}, left_out):
+        say(f"warning: {warning}")
     planned = {point: run.config for run in runs for point in run.points}
     if note := temperature_note(sweep, {point: flatten(asdict(config)) for point, config in planned.items()}):
         say(f"note: {note}")
@@ -115,6 +120,23 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Definition
 
 # -----------------------------------------------------------------------------
 # Before the launch
+
+
+def unknown_points(sweep: Definition, points: Collection[str], left_out: Collection[str]) -> Iterator[str]:
+    """A line for each comparison of which one side is no point of the sweep, nor of a part that was left out."""
+    known = ", ".join(sorted(points)[:12]) + (", …" if len(points) > 12 else "")
+    for name, family in sweep.families.items():
+        matched = any(fnmatchcase(point, pattern) for point in points for pattern in family.settings)
+        absent: list[Sequence[str]] = []
+        if family.baseline is not None and (family.baseline in points) != matched:
+            absent.append([family.baseline] if matched else family.settings)
+        for terms in family.named:
+            missing = [setting for setting, _ in terms if setting not in points]
+            if len(missing) < len(terms):
+                absent.append(missing)
+        for settings in absent:
+            if not all(point.partition("/")[0] in left_out for point in settings):
+                yield f"compare.{name}: {', '.join(settings)} is no setting of this sweep; it has {known}"
 
 
 def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRun]:

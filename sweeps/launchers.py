@@ -46,15 +46,15 @@ class LocalOptions:
     def check(self) -> None:
         cpus = os.cpu_count() or 1
         require((self.threads or 1) <= cpus, f"launcher.threads={self.threads} must be <= {cpus}, the CPUs here")
-        workers, gpus = self.workers or 1, len(visible_gpus())
-        if self.mps:
-            told = f"launcher.mps=true needs GPUs that workers share, and launcher.workers={workers} have {gpus}"
-            require(workers > gpus > 0, told)
-            require(shutil.which(MPS) is not None, f"launcher.mps=true needs {MPS}, which is not here")
-        if self.ranks > 1:
-            need = f"need {self.ranks * workers} GPUs of {gpus}"
-            fit = gpus == 0 or self.ranks * workers <= gpus
-            require(fit, f"launcher.ranks={self.ranks} and launcher.workers={workers} {need}")
+        if not self.mps and self.ranks == 1:
+            return
+        workers, gpus = self.workers or 1, len(visible_gpus())  # asks nvidia-smi
+        told = f"launcher.mps=true needs GPUs that workers share, and launcher.workers={workers} have {gpus}"
+        require(not self.mps or workers > gpus > 0, told)
+        require(not self.mps or shutil.which(MPS) is not None, f"launcher.mps=true needs {MPS}, which is not here")
+        need = f"need {self.ranks * workers} GPUs of {gpus}"
+        fit = self.ranks == 1 or gpus == 0 or self.ranks * workers <= gpus
+        require(fit, f"launcher.ranks={self.ranks} and launcher.workers={workers} {need}")
 
 
 @options

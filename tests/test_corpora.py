@@ -91,6 +91,11 @@ def test_text_is_the_file_byte_for_byte(tmp_path: Path, monkeypatch: pytest.Monk
 # Tiny Shakespeare, found locally
 
 
+@pytest.mark.parametrize("place", ["tiny_shakespeare/input.txt", "tiny_shakespeare", ""])
+def test_data_path_takes_the_file_its_folder_or_the_folder_above(shakespeare: bytes, place: str) -> None:
+    assert load_text(TinyShakespeareOptions(path=os.path.join(REAL_DATA or "", place))).encode() == shakespeare
+
+
 def test_nanoqk_data_and_cache_are_found(shakespeare: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_cache = write(tmp_path / "cache" / "nanoqk" / "tiny_shakespeare" / "input.txt", shakespeare)
     monkeypatch.setenv("NANOQK_DATA", str(tmp_path / "nothing_here"))
@@ -126,7 +131,7 @@ def test_an_explicit_path_is_not_replaced(shakespeare: bytes, tmp_path: Path, mo
     monkeypatch.setenv("NANOQK_DATA", str(REAL_DATA))
     with pytest.raises(ConfigError, match=r"^data.path=nowhere does not exist$"):
         load_text(TinyShakespeareOptions(path="nowhere"))
-    with pytest.raises(ConfigError, match=f"^data.path={tmp_path} is a directory, it must be a file"):
+    with pytest.raises(ConfigError, match=f"^data.path={tmp_path} holds neither input.txt nor"):
         load_text(TinyShakespeareOptions(path=str(tmp_path)))
 
 
@@ -218,7 +223,7 @@ def test_without_a_network_one_line_says_what_to_do_within_5_seconds(
     seconds = time.perf_counter() - began  # of the whole process: an abandoned probe must not hold up its exit
     assert message.startswith(f"data=tiny_shakespeare is not at {tmp_path}/cache/nanoqk/tiny_shakespeare/input.txt")
     folder = "a folder with tiny_shakespeare/input.txt"
-    assert message.endswith(f"set NANOQK_DATA to {folder}, or use data=python_docs")
+    assert message.endswith(f"set data.path or NANOQK_DATA to {folder}, or use data=python_docs")
     assert re.search(reason, message), message
     assert datasets_imported == "False"
     assert seconds < 5

@@ -95,6 +95,16 @@ def test_a_plan_may_have_an_infinite_p(tmp_path: Path, corpus: Path) -> None:
     assert [run.config.qk_norm.p for run in frozen(file)] == [2.0, math.inf] and len(frozen(file)) == 2  # type: ignore[attr-defined]
 
 
+def test_a_comparison_with_a_setting_that_is_not_there_is_told_before_a_run(tmp_path: Path, corpus: Path) -> None:
+    compare = {"a": {"baseline": "dropout=0,qk_norm=none"}, "b": {"pairs": [["dropout=0.0,qk_norm=rms", "p=2"]]}}
+    compare |= {"c": {"baseline": "dropout=0.0,qk_norm=none"}, "d": {"baseline": "part/x", "settings": ["part/*"]}}
+    said = launched(tiny_sweep(tmp_path, corpus, compare=compare), "dry_run=true")
+    known = "is no setting of this sweep; it has dropout=0.0,qk_norm=none, dropout=0.0,qk_norm=rms, "
+    warnings = [line.partition("is no")[0] for line in said.splitlines() if line.startswith("warning: ")]
+    assert warnings == ["warning: compare.a: dropout=0,qk_norm=none ", "warning: compare.b: p=2 "]
+    assert said.count(known) == 2
+
+
 SAME = "p differs and α starts from one value, so this comparison measures temperature as well; "
 AT_ONE_ALPHA: list[tuple[str, dict[str, Any]]] = [  # where the note says that α is one, and a sweep's definition
     ("this sweep", {"grid": {"qk_norm.p": [2, 4], "qk_norm.alpha_init": [alpha]}}) for alpha in (1, "sqrt_d", "henry")

@@ -280,14 +280,13 @@ def workers(asked: CheckOptions, overrides: list[str]) -> Rows:
 
 
 def workers_row(mps: bool, at_once: tuple[int, ...], words: list[str]) -> Row:
-    n_most, environment, row = max(at_once), dict[str, str](), Row()
+    n_most, environment, row, gpus = max(at_once), dict[str, str](), Row(), one_gpu()
     with contextlib.ExitStack() as stack:
         if mps:
             LocalOptions(workers=n_most, mps=True).check()  # refused where there is none
-            gpus = visible_gpus()
             daemon = MpsDaemon(gpus, Path(stack.enter_context(tempfile.TemporaryDirectory()), "logs"))
             stack.callback(daemon.stop)
-            environment = daemon.environment | {"CUDA_VISIBLE_DEVICES": ",".join(str(i) for i in range(len(gpus)))}
+            environment = daemon.environment | {"CUDA_VISIBLE_DEVICES": "0"}  # which the daemon calls it
         pool = stack.enter_context(ThreadPoolExecutor(n_most))
 
         def start(i: int) -> Side:
@@ -301,19 +300,28 @@ def workers_row(mps: bool, at_once: tuple[int, ...], words: list[str]) -> Row:
             if mps and (failure := daemon.failure()):
                 raise RuntimeError(failure)
             turns = [pool.submit(side.take_turn, n_updates) for side in sides[:n]]
-            watts = [power()]
+            watts = [power(*gpus)]
             while not all(turn.done() for turn in turns):
                 time.sleep(0.2)
-                watts.append(power())
-            rates = [n_updates * sides[0].info["tokens_per_iter"] / turn.result()["seconds"] for turn in turns]
+                watts.append(power(*gpus))
+            seconds = max(turn.result()["seconds"] for turn in turns)
             known = [number for number in watts if isinstance(number, float)]
-            row |= {f"{n}, tokens/s": sum(rates), f"{n}, W": max(known, default=watts[0])}
+            rate = n * n_updates * sides[0].info["tokens_per_iter"] / seconds
+            row |= {f"{n}, tokens/s": rate, f"{n}, W": max(known, default=watts[0])}
     return row
 
 
-def power() -> float | str:
+def one_gpu() -> list[str]:
+    """The first GPU, the only one that this process and its children see from here on; [] where there is none."""
+    gpus = visible_gpus()[:1]
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0]
+    return gpus
+
+
+def power(gpu: str = "0") -> float | str:
     """Watts, on new GPUs of the last second; or why nvidia-smi does not say."""
-    query = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
     try:
         return float(subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()[0])
     except (OSError, IndexError, ValueError, subprocess.TimeoutExpired) as error:
@@ -395,7 +403,7 @@ def bits(asked: CheckOptions, overrides: list[str]) -> Rows:
 
 
 def bits_row(words: list[str]) -> Row:
-    workers = len(visible_gpus()) + 1
+    workers = len(one_gpu()) + 1
     with tempfile.TemporaryDirectory(prefix="check_gpu_") as name:
         rare = [f"{key}=30" for key in ("max_iters", "eval_interval", "checkpoint_interval")]
         common = [*words, *rare, "deterministic=true", "wandb.mode=disabled", "plot=false"]
