@@ -327,7 +327,7 @@ class ValueNormOptions(OutputOptions):
         float | Literal["untouched", "learned", "learned_head"] | None,
         Rule(lambda g: isinstance(g, str) or 0 < g <= LARGEST, f"must be > 0 and at most {LARGEST:g}, or a word"),
         BeforeItExisted(None),
-        Help("null: none; untouched: the size of values at the start. learned: one a channel, or a head, from there"),
+        Help("untouched: fixed at the size that values start with; learned, learned_head: trained from it; null: none"),
     ] = None
 
 

@@ -1,5 +1,6 @@
-"""Affine-scaled attention: (alpha(x) softmax + beta(x)) v, alpha = clip(W x), beta = (alpha_ma - alpha) / n, n visible
-keys, and alpha_ma a moving average of alpha's mean over a batch, from 0 (arXiv 2602.23057, eq. 6-9 and 11).
+"""Affine-scaled attention: (alpha(x) softmax + beta(x)) v, with alpha = clip(0.1 W x + 0.5) to 0 .. 1 and beta =
+(alpha_ma - alpha) / n, n visible keys; alpha_ma is a moving average of alpha's mean over a batch, from 0 (arXiv
+2602.23057, eq. 6-9, 11).
 
 Here alpha_ma is that of the updates before, so that no token moves an earlier one. A batch is the last windows of an
 update that go through the model together.

@@ -1,4 +1,4 @@
-"""RMS norm of each head's output before the output projection: marin 5854 (with a learned gain, from 1)."""
+"""RMS norm of each head's output before the output projection, with a learned gain from 1: the norm of marin 5854."""
 
 from torch import Tensor
 
