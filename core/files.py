@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent  # the checkout: the folder of tra
 POLL_SECONDS = 0.01
 MOST_DIGITS = 300  # of an integer that is read: a float holds it, and every message can show it
 # bytes, at most, of config.yaml, of a file that is read whole, and of one that is read line by line
+MOST_NESTED = 200  # levels of a YAML file
 CONFIG_BYTES, WHOLE_BYTES, LINES_BYTES = 2**20, 2**26, 2**30
 ANYWHERE = Path("/")
 FOLDERS: dict[str, str] = {}  # what a folder with a file of this name is; whoever makes such folders adds it
@@ -118,8 +119,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 def load_yaml(text: str, exponents: bool = False) -> Any:
     """Parse YAML. exponents: 1e-3 is a number, as it is to Hydra; PyYAML alone takes it for text.
 
-    Raises: yaml.YAMLError, also for a long integer, and for an alias of something that holds an alias, since a few
-    lines of them can expand beyond memory, and for more than 100 aliases.
+    Raises: yaml.YAMLError, also for a long integer, for more than 200 levels, for an alias of something that holds an
+    alias, since a few lines of them can expand beyond memory, and for more than 100 aliases.
     """
     import yaml
 
@@ -137,6 +138,8 @@ def load_yaml(text: str, exponents: bool = False) -> Any:
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.CollectionStartEvent):
                 anchored.append(anchored[-1] or event.anchor is not None)
+                if len(anchored) > MOST_NESTED:  # before the parser, whose time grows with the square of the depth
+                    raise yaml.YAMLError("it is nested too deeply")
             elif isinstance(event, yaml.CollectionEndEvent):
                 anchored.pop()
             elif isinstance(event, yaml.AliasEvent):
@@ -144,10 +147,10 @@ def load_yaml(text: str, exponents: bool = False) -> Any:
                 if anchored[-1] or aliases > 100:
                     raise yaml.YAMLError("aliases of aliases, and more than 100 aliases, are not read")
         return yaml.load(text, Loader)
-    except RecursionError as error:
-        raise yaml.YAMLError("it is nested too deeply") from error
-    except ValueError as error:  # a number or a date that is none
-        raise yaml.YAMLError(str(error)) from error
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # PyYAML's of a number, a date or a truth value that is none, by its tag
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
 def write_json(path: Path, content: Mapping[str, Any], indent: int = 2) -> None:

@@ -91,10 +91,10 @@ def data_folders() -> list[Path]:
     return [expand(chosen), cache_folder()] if chosen else [cache_folder()]
 
 
-def read_bytes(path: Path, name: str) -> bytes:
+def read_bytes(path: Path, name: str, limit: float = math.inf) -> bytes:
     """The content of a file. Raises: ConfigError that begins with `name` and says why it cannot be read."""
     try:
-        return read_regular(path, math.inf, ANYWHERE)
+        return read_regular(path, limit, ANYWHERE)
     except FileNotFoundError as error:
         raise ConfigError(f"{name} does not exist") from error
     except IsADirectoryError as error:

@@ -65,7 +65,7 @@ def folder_tokenizer(folder: Path) -> Tokenizer | None:
         learnt = [] if model.get("type") == "WordLevel" else [printable_to_bytes(t) for t in tokens if t != SEPARATOR]
         special = SEPARATOR in json.dumps([vocab, content.get("added_tokens")])
         made: Tokenizer = BPETokenizer(learnt, special) if learnt else CharTokenizer("".join(tokens))
-    except (AttributeError, TypeError, KeyError, AssertionError) as error:
+    except (AttributeError, TypeError, LookupError, ValueError, AssertionError) as error:
         raise ConfigError(told) from error
     if learnt == ByteTokenizer.pieces and not special:
         made = ByteTokenizer()

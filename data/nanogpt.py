@@ -3,6 +3,7 @@
 import hashlib
 import io
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ from data.options import BinOptions
 from data.shards import measured
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, fetch_gpt2
 
+META_BYTES = 2**24
+PLAIN = {  # pickle's operations for dicts, lists, text and numbers: without tuples, whose hashes may take for ever
+    "PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST",
+    "LIST", "APPEND", "APPENDS", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT",
+    "NONE", "NEWTRUE", "NEWFALSE", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "MEMOIZE", "PUT",
+    "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET",
+}  # fmt: skip
+
 
 class PlainUnpickler(pickle.Unpickler):
     """Dicts, lists, text and numbers; nothing is imported or called."""
@@ -25,9 +34,15 @@ class PlainUnpickler(pickle.Unpickler):
 
 def read_meta(file: Path, name: str) -> CharTokenizer:
     """The characters of a meta.pkl. Raises: ConfigError that begins with `name`."""
-    content = io.BytesIO(read_bytes(file, name))
+    content = read_bytes(file, name, META_BYTES)
     try:
-        itos = PlainUnpickler(content).load()["itos"]
+        for operation, argument, _ in pickletools.genops(content):
+            if operation.name in ("GLOBAL", "STACK_GLOBAL"):
+                break  # the unpickler names it, and goes no further
+            require(operation.name in PLAIN, f"holds {operation.name}: only plain dicts, text and numbers are read")
+            sparse = operation.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content)
+            require(not sparse, f"numbers an object {argument}, in {len(content)} bytes")
+        itos = PlainUnpickler(io.BytesIO(content)).load()["itos"]
         chars = [itos[i] for i in range(len(itos))]
         good = all(isinstance(char, str) and len(char) == 1 for char in chars) and len({*chars}) == len(chars) > 0
     except Exception as error:  # whatever pickle meets in a file of another kind

@@ -141,5 +141,5 @@ def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
 def read_tokenizer(file: Path) -> Tokenizer:
     try:
         return from_dict(parse_object(read_bytes(file, str(file))))
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
         raise ConfigError(f"{file} is not a tokenizer: {error}") from error

@@ -12,6 +12,7 @@ watch=true, with sweep= or run=, writes nothing: it serves that page, which then
 import csv
 import io
 import json
+import re
 import shlex
 import sys
 from collections import Counter
@@ -72,9 +73,10 @@ def provenance(sweep: Sweep, stored: Mapping[str, bytes], drawn: Iterable[str], 
 
 
 def files_of(out: Path) -> set[str]:
-    """The names of the files of the report in `out`."""
-    about = read_json(out / "provenance.json")
-    return {*about.get("sha256", {}), *about.get("drawn", [])}
+    """The names of the files of the report in `out`, of those that a report can have."""
+    about, kept = read_json(out / "provenance.json"), r"runs\.csv|curves\.csv\.gz|table\.md|report\.html|[^/\0]+\.svg"
+    named = [about[key] for key in ("sha256", "drawn") if isinstance(about.get(key), dict | list)]
+    return {one for of in named for one in of if isinstance(one, str) and re.fullmatch(kept, one)}
 
 
 def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:

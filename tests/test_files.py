@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers.refusals import NOT_FILES
 
 from core import files
@@ -18,6 +19,7 @@ from core.files import (
     cache_folder,
     finite,
     is_locked,
+    load_yaml,
     open_regular,
     read_json,
     read_regular,
@@ -98,3 +100,20 @@ def test_a_user_without_a_home_has_a_cache_in_the_temporary_folder(monkeypatch: 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert cache_folder() == Path(tempfile.gettempdir(), f"nanoqk-{os.getuid()}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!bool maybe",
+        "!!float ''",
+        "!!int '-'",
+        "!!timestamp x",
+        "1:" + "0:" * 190 + "0.5",
+        50_000 * "[",
+        50_000 * "- ",
+    ],
+)
+def test_yaml_of_any_kind_is_read_or_named_in_time(text: str) -> None:
+    with pytest.raises(yaml.YAMLError):
+        load_yaml(f"a: {text}" if text[0] != "-" else text)

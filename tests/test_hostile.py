@@ -32,7 +32,7 @@ from core.process import guarded
 from core.schema import ConfigError
 from core.wandb_follower import recordings
 from scripts import compare, export_hf, report
-from scripts.reporting import live
+from scripts.reporting import charts, live
 from scripts.reporting.live import LivePage
 from sweeps import status
 from sweeps.launch import without_stored
@@ -74,6 +74,20 @@ def test_json_of_a_wrong_shape_is_one_line(file: str, tmp_path: Path, capsys: py
         exit_status = run_script(status.SweepPlace, status.print_status, "", [f"sweep_dir={made.path}"])
         said = capsys.readouterr().err
         assert exit_status in (0, 1, 2) and said.count("\n") == (exit_status > 0), (content[:200], said)
+
+
+def test_a_report_deletes_no_file_that_no_report_writes(tmp_path: Path) -> None:
+    for name in ("thesis.tex", "old.svg"):
+        (tmp_path / name).write_text("mine")
+    for drawn in (["thesis.tex", "old.svg", "../x.svg", 5, ["a"]], 5):
+        (tmp_path / "provenance.json").write_text(json.dumps({"sha256": {"thesis.tex": "0"}, "drawn": drawn}))
+        report.write_files(tmp_path, {}, {})
+        assert {file.name for file in tmp_path.iterdir()} == {"thesis.tex", "provenance.json"}
+
+
+def test_a_control_character_in_a_name_is_a_mark_in_the_figure() -> None:
+    spec = {"data": {"values": [{"x": "r\x1bms\0"}]}, "mark": "text", "encoding": {"text": {"field": "x"}}}
+    assert b"r?ms?" in charts.svg(charts.Figure("a", "title", spec, ""))
 
 
 def test_a_name_with_tags_is_text_in_table_md(made: Made) -> None:

@@ -96,7 +96,7 @@ def test_a_curve_shows_both_losses_and_an_empty_run(tmp_path: Path) -> None:
     assert (run / "curve.png").stat().st_size > 1000
     for i in range(50):
         metrics.write({"iter": i, "train/loss": 4 / (i + 1), "val/loss": None if i % 10 else 5 / (i + 1)})
-    metrics.write({"iter": 50, "train/loss": math.nan})
+    metrics.write({"iter": 50, "train/loss": math.nan, "val/loss": {"a": []}})  # the second is a stranger's
     draw_curve(run)
     pixels = (imread(run / "curve.png")[:, :, :3] * 255).round()
     for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):

@@ -80,8 +80,12 @@ def test_what_is_ended_takes_its_children_along(
         environment |= {"CXX": str(slow), "XDG_CACHE_HOME": str(tmp_path)}
 
     def children() -> list[int]:
-        found = [pid for pid in processes_with(mark) if pid != process.pid]
-        return [pid for pid in found if part.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        found = []
+        for pid in processes_with(mark):
+            with suppress(FileNotFoundError):  # it has ended
+                if pid != process.pid and part.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
 
     options: Any = {"cwd": tmp_path, "env": environment, "start_new_session": True}
     options |= {"stdout": (tmp_path / "out").open("wb"), "stderr": subprocess.STDOUT}

@@ -9,7 +9,7 @@ from typing import Any
 
 from core.files import read_json
 from core.git import uncommitted
-from core.record import Metrics
+from core.record import Metrics, is_number
 from core.wandb_run import wandb_mode, wandb_options
 from training.config import TrainConfig
 from training.metrics import EVALUATION, shown_in
@@ -26,7 +26,7 @@ def draw_curve(path: Path) -> None:
     axes = figure.add_subplot()
     lines = Metrics.read(path / "metrics.jsonl")
     for key, (colour, marker) in CURVES.items():
-        points = [(line["iter"], line[key]) for line in lines if line.get(key) is not None]
+        points = [(line["iter"], line[key]) for line in lines if is_number(line.get(key))]
         if points:
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=key)
     axes.set(xlabel="iteration", ylabel="loss (nats per token)")

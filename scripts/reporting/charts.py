@@ -1,5 +1,6 @@
 """The charts of a report in Vega-Lite: report.html draws them, and vl-convert saves the same ones as SVG."""
 
+import json
 import math
 import re
 import textwrap
@@ -179,7 +180,8 @@ def svg(figure: Figure) -> bytes:
         spec["width"] = 560
     colours = spec.get("usermeta", {}).get("light", OKABE_ITO)
     config = theme(dark=False) | {"font": wide_font(), "padding": 12, "range": {"category": colours}}
-    text = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE, config=config)
+    plain = re.sub(r"\\u00[01][0-9a-f]", "?", json.dumps(spec))  # no XML may hold a control character
+    text = vl_convert.vegalite_to_svg(plain, vl_version=VEGA_LITE, config=config)
     text = text.replace(f'font-family="{wide_font()}"', 'font-family="sans-serif"')
     ids = {name: f"clip{i}" for i, name in enumerate(dict.fromkeys(re.findall(r'id="(clip\d+)"', text)))}
     text = re.sub(r"\bclip\d+\b", lambda match: ids.get(match[0], match[0]), text)  # vl-convert counts on and on

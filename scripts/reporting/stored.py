@@ -7,7 +7,6 @@ import csv
 import gzip
 import io
 import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from core.files import file_sha256, parse_object, read_json, read_regular, unpacked
 from core.rundir import TEXTS, mistyped
-from core.schema import ConfigError, require, show
+from core.schema import ConfigError, one_line, require, show
 from scripts.reporting.runs import NUMBER_KINDS, NUMBERS, Curve, Run, Sweep
 from sweeps.definition import check_sweep
 from sweeps.status import FINAL, State
@@ -71,8 +70,9 @@ def read_stored(folder: Path, name: str) -> Sweep:
     kinds = {"definition": dict, "config": dict, "sha256": dict, "planned": list}
     missing = [key for key, kind in kinds.items() if not isinstance(about.get(key), kind)]
     require(not missing, f"from={folder} holds no report (its provenance.json has no {', '.join(missing)})")
-    good = all(isinstance(one, dict) and isinstance(one.get("overrides"), list) for one in about["planned"])
+    good = all(isinstance(one, dict) and is_texts(one.get("overrides")) for one in about["planned"])
     require(good, f"from={folder}: planned in its provenance.json must name overrides")
+    require(is_texts(about.get("drawn", [])), f"from={folder}: drawn in its provenance.json must be names")
     definition = about["definition"]
     sweep = Sweep(name, {"sweep": definition, "frozen": about["planned"]}, check_sweep(definition), [])
     measured = columns_of(sweep)
@@ -82,10 +82,16 @@ def read_stored(folder: Path, name: str) -> Sweep:
         curves = read_curves(folder / "curves.csv.gz")
         for n, row in enumerate(rows_of(read_regular(folder / "runs.csv"))):
             sweep.runs.append(read_row(row, measured, about["config"], curves.get(n, {})))
-    except (OSError, EOFError, ValueError, KeyError, csv.Error, zlib.error) as error:
-        raise ConfigError(f"from={folder} cannot be read: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever files meet that somebody has edited
+        raise ConfigError(f"from={folder} cannot be read: {one_line(error)}") from error
     require(len(sweep.runs) > 0, f"from={folder} holds no run")
     return sweep
+
+
+def is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any], curves: dict[str, Curve]) -> Run:
