@@ -18,8 +18,8 @@ from typing import Any
 
 from core.files import read_json
 from core.git import short
-from core.schema import require
-from scripts.reporting.charts import OKABE_ITO, Figure, Spec, marks, quantity
+from core.schema import Rule, require
+from scripts.reporting.charts import OKABE_ITO, Figure, marks, quantity
 from scripts.reporting.comparisons import Comparison, compare
 from scripts.reporting.numbers import Estimate, interval, n_needed
 from scripts.reporting.rates import best_rate, final_means, runs_by_rate
@@ -35,6 +35,11 @@ FINAL = "final"  # the part of an entry's sweep with the final runs; the others 
 SLOTS = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip", "attention")  # what an entry may set
 UNUSED = ("none", "plain", "mha")  # in a slot
 PLATEAU = 0.02  # nats: rates within this of a contestant's best one are good ones
+TIMES = ("train.json", "decode.json")  # files of the times of updates, and of decoding
+ONE_LINE = Rule(
+    lambda text: text.isprintable() and text.strip() != "" and not {*"<>|"} & {*text},
+    "must be a line without <, > and |",
+)
 LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
 
 
@@ -89,14 +94,14 @@ def mean_losses(grid: Sweep) -> dict[str, dict[float, float]]:
     return found
 
 
-def at_the_edge(grid: Sweep) -> dict[str, float]:
-    """Contestants whose best rate is the lowest or the highest one that was tried, with the rate to try next."""
-    found = {}
-    for name, means in mean_losses(grid).items():
-        tried, best = sorted(runs_by_rate(grid)[name]), best_rate(means)
-        if best in (tried[0], tried[-1]):
-            found[name] = best / 2 if best == tried[0] else best * 2
-    return found
+def ruled_rates(first: Iterable[float], means: Mapping[float, float], more: int) -> list[float]:
+    """The rates to try: the first ones and, as long as the best one is at an edge, the next one, at most `more`."""
+    rates = sorted(first)
+    for _ in range(more):
+        best = best_rate({rate: means[rate] for rate in rates if rate in means})
+        if best in (rates[0], rates[-1]):
+            rates = sorted([*rates, best / 2 if best == rates[0] else best * 2])
+    return rates
 
 
 def plateau(means: Mapping[float, float], tried: Iterable[float]) -> float:
@@ -126,19 +131,36 @@ def stored(folder: Path) -> tuple[Sweep, Sweep]:
 
 def rows(folder: Path) -> list[Entry]:
     """Every row that a board ever had, those that count first, the lowest difference first. Raises: ConfigError."""
-    entered = [entry_row(file.parent) for file in sorted((folder / "entries").glob("*/entry.yaml"))]
-    again = {row.name for row in entered}
-    opened = entries(*stored(folder), folder, {"by": "nanoQK", "date": "–"})
-    old = [replace(row, status="superseded") if row.name in again else row for row in opened]
-    return sorted(old + entered, key=lambda row: (row.status != "", row.lost > 0, row.wide.mean if row.wide else 0.0))
+    every = by_folder(folder).values()
+    return sorted(every, key=lambda row: (row.status != "", row.lost > 0, row.wide.mean if row.wide else 0.0))
+
+
+def opened(folder: Path) -> list[Entry]:
+    return entries(*stored(folder), folder, {"by": "nanoQK", "date": "–"})
+
+
+def by_folder(folder: Path) -> dict[Path, Entry]:
+    """Folder of an entry -> its row; those that opened the board have none, and only a key. Of a name that one counts
+    which is the latest and not withdrawn: NAME, then NAME.2, NAME.1, and the one that opened the board."""
+    every, counted = {folder / row.name: row for row in opened(folder)}, dict[str, Path]()
+    paths = [file.parent for file in (folder / "entries").glob("*/entry.yaml")]
+    for path in sorted(paths, key=lambda path: (path.stem, float(path.suffix[1:] or "inf"))):
+        every[path] = entry_row(path)
+    for path, row in every.items():
+        if not row.status and row.name in counted:
+            every[counted[row.name]] = replace(every[counted[row.name]], status="superseded")
+        if not row.status:
+            counted[row.name] = path
+    return every
 
 
 def entry_row(path: Path) -> Entry:
-    """The row of an entry's folder, NAME, or NAME.1 where another one has superseded it."""
+    """The row of an entry's folder, whether another one has superseded it or not. Raises: ConfigError."""
     about = read_json(path / "provenance.json")
+    for key in {"by", "date", "withdrawn"} & about.keys():
+        require(ONE_LINE.holds(str(about[key])), f"{path}: {key} in provenance.json {ONE_LINE.says}")
     (row,) = entries(*stored(path), path, {key: str(about.get(key, "–")) for key in ("by", "date")})
-    status = f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "superseded" if path.suffix else ""
-    return replace(row, status=status)
+    return replace(row, status=f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "")
 
 
 def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) -> list[Entry]:
@@ -149,7 +171,7 @@ def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) ->
     rates, means = runs_by_rate(grid), mean_losses(grid)
     names = [name for name in final.settings if name in means or name != BASELINE]
     require(all(name in means for name in names), f"{grid.name} lacks some of {', '.join(names)}")
-    update, decode = (ratios_of(times / file, [*means, PLAIN]) for file in ("train.json", "decode.json"))
+    update, decode = (ratios_of(times / file, [*means, PLAIN]) for file in TIMES)
     where = [*final.distinct("device"), *(["float32"] if "torch.float32" in final.distinct("dtype") else [])]
     about = {"machine": ", ".join(where), "commit": ", ".join(map(short, final.distinct("commit"))), **about}
     found = []
@@ -181,14 +203,10 @@ def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Mapping[str
     if not file.exists():
         return {}
     content: Any = read_json(file)
-    content = content.get("1_sequences", content)  # bench_sample.py groups its results, and once wrote speeds
+    content = content.get("1_sequences", content)  # bench_sample.py groups its results
     timed = next(iter(content.get("variants", {})), None)
     require(timed in contestants, f"{file} does not time contestants: scripts/track.py enter= writes it")
-    ends = {"median": "median", "low": "high", "high": "low"}
-    speeds = content.get("speed_over_first", {}).items()
-    inverted = {name: {key: 1 / of[end] for key, end in ends.items() if end in of} for name, of in speeds}
-    others = content.get("time_over_first", inverted)
-    return {str(timed): {"median": 1.0}, **others}
+    return {str(timed): {"median": 1.0}, **content["time_over_first"]}
 
 
 # -----------------------------------------------------------------------------
@@ -301,11 +319,6 @@ def times(ratio: Mapping[str, float]) -> str:
 
 
 def rates_figure(found: Sequence[Entry]) -> Figure:
-    title = "Validation loss by learning rate, mean over the grid's seeds; grey: rms; in the order of the board"
-    return Figure("rates", title, rates_chart(found), "")
-
-
-def rates_chart(found: Sequence[Entry]) -> Spec:
     """A panel for each contestant: its mean losses and, in grey, those of BASELINE. Losses far above are cut off."""
     lowest = min(min(e.means.values()) for e in found)
     ticks = sorted({rate for e in found for rate in e.means})
@@ -325,4 +338,5 @@ def rates_chart(found: Sequence[Entry]) -> Spec:
             line = marks("line", {"x": x, "y": y}, color=colour, clip=True, point=points)
             lines.append(line | {"data": {"values": rows}})
         panels.append({"layer": lines, "title": e.name, "width": 150, "height": 110})
-    return {"concat": panels, "columns": columns, "spacing": 24}
+    title = "Validation loss by learning rate, mean over the grid's seeds; grey: rms; in the order of the board"
+    return Figure("rates", title, {"concat": panels, "columns": columns, "spacing": 24}, "")
