@@ -26,7 +26,7 @@ from core.schema import ConfigError, flatten
 from scripts import track
 from scripts.reporting.runs import Run, Sweep
 from scripts.reporting.stored import common_config, curves_csv, runs_csv
-from scripts.reporting.track import LEVEL, Entry, at_the_edge, entries, mean_losses, noise, plateau, rows
+from scripts.reporting.track import LEVEL, Entry, entries, mean_losses, noise, plateau, rows, ruled_rates
 from scripts.track import TrackOptions, here, make
 from sweeps.definition import check_sweep, load_sweep
 from sweeps.plan import plan_runs
@@ -90,9 +90,9 @@ def stored(folder: Path, of: tuple[Sweep, Sweep] | None = None) -> Path:
         (place / "provenance.json").write_text(json.dumps(about))
     (folder / "README.md").write_text(f"# Board\n\n{track.END}\n{track.BEGIN}STALE{track.END}\nAfter.\n")
     times = {"time_over_first": {"rms": {"median": 1.1, "low": 1.0, "high": 1.2}}}
-    speeds = {"speed_over_first": {"rms": {"median": 0.8, "low": 0.5, "high": 1.0}}}
+    decoding = {"time_over_first": {"rms": {"median": 1.25, "low": 1.0, "high": 2.0}}}
     (folder / "train.json").write_text(json.dumps({"variants": {"none": {}}, **times}))
-    (folder / "decode.json").write_text(json.dumps({"1_sequences": {"variants": {"none": {}}, **speeds}}))
+    (folder / "decode.json").write_text(json.dumps({"1_sequences": {"variants": {"none": {}}, **decoding}}))
     return folder
 
 
@@ -100,7 +100,10 @@ def test_the_best_rate_is_that_of_the_lowest_mean_and_an_edge_is_named() -> None
     grid, _ = sweeps()
     means = mean_losses(grid)
     assert {name: min(of, key=lambda rate: of[rate]) for name, of in means.items()} == BEST
-    assert at_the_edge(grid) == {"sink": 0.016}
+    ruled = {name: ruled_rates(RATES, of, 1) for name, of in means.items()}
+    assert ruled == {"none": RATES, "rms": RATES, "sink": [*RATES, 0.016]}
+    falling = {rate: -rate for rate in [*RATES, 0.016, 0.032, 0.064, 0.128]}
+    assert ruled_rates(RATES, falling, 3) == [*RATES, 0.016, 0.032, 0.064]
     found = [plateau(means[name], means[name]) for name in GRID]
     assert found == [1.0, 1.0, 0.0]  # 0.002 to 0.004; 0.004 to 0.008; alone
     assert plateau({0.001: 2.0, 0.004: 2.0, 0.008: 2.0}, [0.001, 0.002, 0.004, 0.008]) == 0.0  # 0.002 diverged
@@ -231,7 +234,7 @@ def tiny_track(tmp_path: Path) -> tuple[Path, Path]:
     """A track of tiny models, and its board, which the runs with known losses open."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} says that a quick brown fox is {i % 7} years old\n" for i in range(500)))
-    tiny = [*TINY, "data=text", f"data.path={text}", "max_iters=4", "model.dropout=0.0", "wandb.mode=disabled"]
+    tiny = [*TINY, "model.n_layer=1", "data=text", f"data.path={text}", "max_iters=4", "model.dropout=0.0", "wandb.mode=disabled"]
     rates = {"words": WORDS, "optim.learning_rate": [0.016, 0.032, 0.064]}
     sweep = tmp_path / "tiny.yaml"
     sweep.write_text(json.dumps({"overrides": tiny, "seeds": [1, 2], "also": {"attn/max_logit": "max"}, "grid": rates}))
