@@ -82,9 +82,7 @@ NAME = Rule(
     lambda name: re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) is not None and name not in (BASELINE, PLAIN, FINAL),
     f"must be a lower-case word, and not {BASELINE}, {PLAIN} or {FINAL}",
 )
-ENTRY = Rule(
-    lambda name: NAME.holds(re.sub(r"\.[1-9]\d*$", "", name)), "must be the name of an entry, as asinh or asinh.1"
-)
+ENTRY = Rule(lambda name: NAME.holds(re.sub(r"\.\d+$", "", name)), "must be the name of an entry, as asinh or asinh.1")
 Words = Mapping[str, Sequence[str]]  # the overrides of each contestant
 Rates = Mapping[str, Sequence[float]]  # learning rates of the grid
 
@@ -224,9 +222,7 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     if asked.enter:
         entry = read_contestant(expand(asked.enter), asked.by)
         name, about, known = entry.name, {"by": entry.by}, {BASELINE: opened(folder)[0]}
-        full = (
-            f"{folder} has {ROWS} comparisons, the most of a board: a new one begins with open=true and another sweep="
-        )
+        full = f"{folder} has {ROWS} comparisons, the most of a board: a new one begins with open=true and its sweep="
         require(sum(row.against is not None for row in track.rows(folder)) < ROWS, full)
         words = {name: entry.overrides, BASELINE: words[BASELINE]}
     else:
@@ -252,10 +248,10 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
 
 def opened(folder: Path) -> tuple[float, float]:
     """Of the runs that opened a board: the best rate of BASELINE, and σ of a loss over seeds."""
-    rows = track.opened(folder)
-    floor = track.noise_floor(rows)
+    rows = {row.name: row for row in track.opened(folder)}
+    floor = track.noise_floor([*rows.values()])
     assert floor is not None  # PLAIN opened it, too
-    return next(best_rate(row.means) for row in rows if row.name == BASELINE), floor[0]
+    return best_rate(rows[BASELINE].means), floor[0]
 
 
 def here(sweep: Definition) -> Definition:

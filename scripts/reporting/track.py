@@ -37,8 +37,7 @@ UNUSED = ("none", "plain", "mha")  # in a slot
 PLATEAU = 0.02  # nats: rates within this of a contestant's best one are good ones
 TIMES = ("train.json", "decode.json")  # files of the times of updates, and of decoding
 ONE_LINE = Rule(
-    lambda text: text.isprintable() and text.strip() != "" and not {*"<>|"} & {*text},
-    "must be a line without <, > and |",
+    lambda t: t.isprintable() and t.strip() != "" and not {*"<>|"} & {*t}, "must be a line without <, > and |"
 )
 LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
 
@@ -63,7 +62,7 @@ class Entry:
     wide: Estimate | None
     logit: float | None
     parameters: float | None
-    ratios: tuple[Mapping[str, float], Mapping[str, float]]
+    ratios: tuple[Estimate | None, Estimate | None]
     about: Mapping[str, str]
     status: str = ""
 
@@ -131,36 +130,34 @@ def stored(folder: Path) -> tuple[Sweep, Sweep]:
 
 def rows(folder: Path) -> list[Entry]:
     """Every row that a board ever had, those that count first, the lowest difference first. Raises: ConfigError."""
-    every = by_folder(folder).values()
-    return sorted(every, key=lambda row: (row.status != "", row.lost > 0, row.wide.mean if row.wide else 0.0))
+    found = by_folder(folder).values()
+    return sorted(found, key=lambda row: (row.status != "", row.lost > 0, row.wide.mean if row.wide else 0.0))
 
 
 def opened(folder: Path) -> list[Entry]:
+    """The rows that opened a board."""
     return entries(*stored(folder), folder, {"by": "nanoQK", "date": "–"})
 
 
 def by_folder(folder: Path) -> dict[Path, Entry]:
-    """Folder of an entry -> its row; those that opened the board have none, and only a key. Of a name that one counts
-    which is the latest and not withdrawn: NAME, then NAME.2, NAME.1, and the one that opened the board."""
+    """Folder of an entry -> its row; a row that opened the board has a key of that kind, and no folder.
+
+    Of each name the latest row that is not withdrawn counts: NAME, before NAME.2, NAME.1, and the opening's.
+    """
     every, counted = {folder / row.name: row for row in opened(folder)}, dict[str, Path]()
     paths = [file.parent for file in (folder / "entries").glob("*/entry.yaml")]
     for path in sorted(paths, key=lambda path: (path.stem, float(path.suffix[1:] or "inf"))):
-        every[path] = entry_row(path)
+        about = {"by": "–", "date": "–"} | read_json(path / "provenance.json")
+        for key in {"by", "date", "withdrawn"} & about.keys():
+            require(ONE_LINE.holds(str(about[key])), f"{path}: {key} in provenance.json {ONE_LINE.says}")
+        (row,) = entries(*stored(path), path, {key: str(about[key]) for key in ("by", "date")})
+        every[path] = replace(row, status=f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "")
     for path, row in every.items():
         if not row.status and row.name in counted:
             every[counted[row.name]] = replace(every[counted[row.name]], status="superseded")
         if not row.status:
             counted[row.name] = path
     return every
-
-
-def entry_row(path: Path) -> Entry:
-    """The row of an entry's folder, whether another one has superseded it or not. Raises: ConfigError."""
-    about = read_json(path / "provenance.json")
-    for key in {"by", "date", "withdrawn"} & about.keys():
-        require(ONE_LINE.holds(str(about[key])), f"{path}: {key} in provenance.json {ONE_LINE.says}")
-    (row,) = entries(*stored(path), path, {key: str(about.get(key, "–")) for key in ("by", "date")})
-    return replace(row, status=f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "")
 
 
 def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) -> list[Entry]:
@@ -190,13 +187,13 @@ def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) ->
             lost=len(final.runs_of(name)) - len(runs), against=against,
             wide=against.deciding_interval(LEVEL) if against and against.estimate else None,
             logit=max(logits, default=None), parameters=runs[0].summary.get("parameters"),
-            ratios=(update.get(name, {}), decode.get(name, {})), about=about,
+            ratios=(update.get(name), decode.get(name)), about=about,
         ))  # fmt: skip
     return found
 
 
-def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Mapping[str, float]]:
-    """Name of a contestant -> median, low and high of its time over that of the first; {} where there is no file.
+def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Estimate]:
+    """Name of a contestant -> median of its time over that of the first, with its interval; {} where there is no file.
 
     Raises: ConfigError where a benchmark of these contestants did not write it.
     """
@@ -206,7 +203,8 @@ def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Mapping[str
     content = content.get("1_sequences", content)  # bench_sample.py groups its results
     timed = next(iter(content.get("variants", {})), None)
     require(timed in contestants, f"{file} does not time contestants: scripts/track.py enter= writes it")
-    return {str(timed): {"median": 1.0}, **content["time_over_first"]}
+    ratios = {str(timed): {"median": 1.0}, **content["time_over_first"]}
+    return {name: Estimate(of["median"], of.get("low"), of.get("high"), 1) for name, of in ratios.items()}
 
 
 # -----------------------------------------------------------------------------
@@ -250,8 +248,8 @@ COUNTED: Columns[Entry] = {
     "best rate": lambda e: number(best_rate(e.means), "g"),
     "good rates, octaves": lambda e: number(plateau(e.means, e.tried), "g"),
     "largest logit": lambda e: number(e.logit, ".1f"),
-    "update time": lambda e: times(e.ratios[0]),
-    "decode time": lambda e: times(e.ratios[1]),
+    "update time": lambda e: mean_and_ends(e.ratios[0], ".2f"),
+    "decode time": lambda e: mean_and_ends(e.ratios[1], ".2f"),
     "parameters": lambda e: number(e.parameters, ",.0f"),
     "machine": lambda e: e.about["machine"],
     "date": lambda e: e.about["date"],
@@ -291,6 +289,12 @@ def first_rows(found: Sequence[Entry]) -> tuple[str, str]:
     return said, replace(table, rows=[*table.rows[:FIRST], gap, *table.rows[FIRST:]]).markdown()
 
 
+NUMBERS = (  # columns of board.csv
+    *("difference", "low", "high", "low_95", "high_95", "loss", "best_rate", "good_octaves", "largest_logit"),
+    *("update_time", "update_low", "update_high", "decode_time", "decode_low", "decode_high", "parameters"),
+)
+
+
 def board_csv(found: Sequence[Entry]) -> str:
     """A line a row, with numbers to six decimals, so that every machine writes the same."""
     text, lines = io.StringIO(), [*map(csv_line, found)]
@@ -299,23 +303,16 @@ def board_csv(found: Sequence[Entry]) -> str:
 
 
 def csv_line(e: Entry) -> dict[str, str]:
-    wide, of_95, (update, decode) = e.wide, e.against and e.against.deciding, e.ratios
-    numbers: dict[str, Any] = {
-        "difference": wide and wide.mean, "low": wide and wide.low, "high": wide and wide.high,
-        "low_95": of_95 and of_95.low, "high_95": of_95 and of_95.high, "loss": e.loss.mean,
-        "best_rate": best_rate(e.means), "good_octaves": plateau(e.means, e.tried), "largest_logit": e.logit,
-        "update_time": update.get("median"), "update_low": update.get("low"), "update_high": update.get("high"),
-        "decode_time": decode.get("median"), "decode_low": decode.get("low"), "decode_high": decode.get("high"),
-        "parameters": e.parameters,
-    }  # fmt: skip
+    numbers = dict(zip(NUMBERS, (
+        *three(e.wide), *three(e.against.deciding if e.against else None)[1:], e.loss.mean, best_rate(e.means),
+        plateau(e.means, e.tried), e.logit, *three(e.ratios[0]), *three(e.ratios[1]), e.parameters,
+    ), strict=True))  # fmt: skip
     text = {"contestant": e.name, "status": e.status, "slot": e.slot, "verdict": e.verdict, "n": f"{e.loss.n}"}
     return text | {key: "" if x is None else f"{round(x, 6):.12g}" for key, x in numbers.items()} | dict(e.about)
 
 
-def times(ratio: Mapping[str, float]) -> str:
-    if "low" not in ratio:
-        return number(ratio.get("median"), ".2f")
-    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+def three(e: Estimate | None) -> tuple[float | None, float | None, float | None]:
+    return (e.mean, e.low, e.high) if e else (None, None, None)
 
 
 def rates_figure(found: Sequence[Entry]) -> Figure:
