@@ -275,12 +275,13 @@ def first_rows(found: Sequence[Entry]) -> tuple[str, str]:
     counted = [row for row in found if not row.status]
     floor, verdicts = noise_floor(counted), Counter(row.verdict for row in counted)
     assert floor is not None
+    told = [f"{verdicts[one] or 'none'} {'is' if verdicts[one] < 2 else 'are'} {one}" for one in ("better", "worse")]
     said = (
         f"{len(counted)} controls of attention logits, plain attention (`{PLAIN}`) among them, each at its own best "
-        f"learning rate. Against the {BASELINE.upper()} QK norm {verdicts['better']} are better, {verdicts['worse']} "
-        f"worse, and {verdicts['not told apart']} not told apart, each at the level 0.05 / {ROWS}. {counted[0].loss.n} "
-        f"seeds find a single difference of {floor[2]:.3f} nats with 80\u00a0% power. Rank: by mean difference. "
-        f"Time: over that of `{PLAIN}`."
+        f"learning rate, compared with the {BASELINE.upper()} QK norm. {', '.join(told).capitalize()}; for "
+        f"{verdicts['not told apart']} the test finds no difference (p below 0.05/{ROWS} is needed). "
+        f"{counted[0].loss.n} seeds find a single difference of {floor[2]:.3f} nats with 80\u00a0% power. Rows are "
+        f"sorted by mean loss minus that of {BASELINE.upper()}. Time: over that of `{PLAIN}`."
     )
     rank = {row.name: i for i, row in enumerate(counted, 1)}
     columns = {"rank": lambda row: f"{rank[row.name]}", **{head: COUNTED[head] for head in SHOWN}}
