@@ -30,17 +30,7 @@ from typing import Annotated, Any
 import yaml
 
 from core.cli import parse_yaml, run_script
-from core.files import (
-    ROOT,
-    FileLock,
-    config_folder,
-    expand,
-    file_sha256,
-    read_json,
-    read_regular,
-    write_atomic,
-    write_json,
-)
+from core.files import ROOT, FileLock, config_folder, expand, file_sha256, read_json, read_regular, write_atomic
 from core.plugins import LOADED, changed_plugins, load_plugins, plugin_hashes
 from core.process import say
 from core.schema import (
@@ -136,7 +126,8 @@ def make(asked: TrackOptions) -> int:
         if asked.withdraw:
             file = asked.board / "entries" / asked.withdraw / "provenance.json"
             require(file.is_file(), f"withdraw={asked.withdraw} is no entry of {asked.board}")
-            write_json(file, read_json(file) | {"withdrawn": asked.reason})
+            about = read_json(file) | {"withdrawn": asked.reason}
+            write_atomic(file, (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
     except UnfinishedError as end:
         return int(end.args[0])
     if not asked.dry_run:
@@ -242,8 +233,10 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     if not asked.dry_run:
         found = trained(sweep, words, first, known, place)
         with FileLock(place / "entry.lock"):  # two commands of one entry end together
-            store(folder, found, files, f"enter={asked.enter}" if asked.enter else "open=true", about)
+            of_entry = (folder, found, files, f"enter={asked.enter}" if asked.enter else "open=true", about)
+            store(*of_entry)
             measure(folder, sweep, words)
+            store(*of_entry)  # with the SHA-256 of the times
 
 
 def opened(folder: Path) -> tuple[float, float]:
@@ -341,9 +334,8 @@ def busy_cpus(seconds: float = 2.0) -> float:
 
 
 def measure(folder: Path, sweep: Definition, words: Words) -> None:
-    """Write TIMES, and their SHA-256, where the cores are quiet and they are not there yet."""
-    about = read_json(folder / "provenance.json")
-    if {*TIMES} <= about["sha256"].keys():
+    """Write TIMES where the cores are quiet and they are not there yet."""
+    if all((folder / name).exists() for name in TIMES):
         return
     if busy_cpus() > QUIET:
         say("cores are busy: the time columns stay empty; the same command, on quiet cores, measures them alone")
@@ -357,8 +349,6 @@ def measure(folder: Path, sweep: Definition, words: Words) -> None:
     found = [bench_train.bench(update, [*sweep.overrides]), bench_sample.bench(decode, [*sweep.overrides])]
     for name, content in zip(TIMES, found, strict=True):
         write_atomic(folder / name, (json.dumps(content) + "\n").encode())
-        about["sha256"][name] = file_sha256(folder / name)
-    write_json(folder / "provenance.json", about)
 
 
 # -----------------------------------------------------------------------------

@@ -290,12 +290,6 @@ def first_rows(found: Sequence[Entry]) -> tuple[str, str]:
     return said, replace(table, rows=[*table.rows[:FIRST], gap, *table.rows[FIRST:]]).markdown()
 
 
-NUMBERS = (  # columns of board.csv
-    *("difference", "low", "high", "low_95", "high_95", "loss", "best_rate", "good_octaves", "largest_logit"),
-    *("update_time", "update_low", "update_high", "decode_time", "decode_low", "decode_high", "parameters"),
-)
-
-
 def board_csv(found: Sequence[Entry]) -> str:
     """A line a row, with numbers to six decimals, so that every machine writes the same."""
     text, lines = io.StringIO(), [*map(csv_line, found)]
@@ -304,16 +298,19 @@ def board_csv(found: Sequence[Entry]) -> str:
 
 
 def csv_line(e: Entry) -> dict[str, str]:
-    numbers = dict(zip(NUMBERS, (
-        *three(e.wide), *three(e.against.deciding if e.against else None)[1:], e.loss.mean, best_rate(e.means),
-        plateau(e.means, e.tried), e.logit, *three(e.ratios[0]), *three(e.ratios[1]), e.parameters,
-    ), strict=True))  # fmt: skip
+    wide, of_95, (update, decode) = e.wide, e.against and e.against.deciding, e.ratios
+    numbers: dict[str, Any] = {
+        "difference": wide and wide.mean, "low": wide and wide.low, "high": wide and wide.high,
+        "low_95": of_95 and of_95.low, "high_95": of_95 and of_95.high, "loss": e.loss.mean,
+        "best_rate": best_rate(e.means), "good_octaves": plateau(e.means, e.tried), "largest_logit": e.logit,
+        "update_time": update and update.mean,
+        "update_low": update and update.low, "update_high": update and update.high,
+        "decode_time": decode and decode.mean,
+        "decode_low": decode and decode.low, "decode_high": decode and decode.high,
+        "parameters": e.parameters,
+    }  # fmt: skip
     text = {"contestant": e.name, "status": e.status, "slot": e.slot, "verdict": e.verdict, "n": f"{e.loss.n}"}
     return text | {key: "" if x is None else f"{round(x, 6):.12g}" for key, x in numbers.items()} | dict(e.about)
-
-
-def three(e: Estimate | None) -> tuple[float | None, float | None, float | None]:
-    return (e.mean, e.low, e.high) if e else (None, None, None)
 
 
 def rates_figure(found: Sequence[Entry]) -> Figure:
