@@ -25,7 +25,7 @@ from scipy.optimize import brentq
 from core.cli import run_script
 from core.schema import ConfigError, flatten
 from scripts import track
-from scripts.reporting.runs import Run, Sweep
+from scripts.reporting.runs import Run, Sweep, read_sweep
 from scripts.reporting.stored import common_config, curves_csv, read_stored, runs_csv
 from scripts.reporting.track import LEVEL, Entry, entries, mean_losses, noise, plateau, rows, ruled_rates
 from scripts.track import Contestant, TrackOptions, check_rules, here, make
@@ -456,10 +456,7 @@ def test_an_entry_is_one_command_killed_or_not_and_is_verified(
         restored()
     falsify(entry, "final/asinh", curve=0.04)
     told()
-    assert re.search("failed: asinh: asinh ended at .*, and now at .*; 3 σ", verified(1))
-    restored()
-    edited(entry / "entry.yaml", "Ada", "Bob")
-    assert "failed: asinh: entry.yaml was changed" in requested(1)
+    assert re.search("failed: asinh: asinh ended at .*, and now at .*", requested(1))
     restored()
     said = requested(0)
     assert "board.csv has the row that its runs give" in said and "3 σ over seeds are" in said
@@ -471,7 +468,7 @@ def test_an_entry_is_one_command_killed_or_not_and_is_verified(
     (tmp_path / "track.py").touch()
     assert "failed: a board changes in a pull request of its own, without track.py" in requested(1, "track.py")
 
-    whole = track.read_runs(tmp_path / "runs" / "entries" / "tiny" / "asinh")
+    whole = read_sweep(tmp_path / "runs" / "entries" / "tiny" / "asinh", "asinh")
     files = {name: (entry / name).read_bytes() for name in ("entry.yaml", "my_asinh.py")}
     for runs, folders in ((whole.runs, {"asinh"}), (whole.runs[:-1], {"asinh", "asinh.1"})):
         track.store(entry, replace(whole, runs=runs), files, "again", {"by": "Ada"})
