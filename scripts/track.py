@@ -4,16 +4,18 @@ Rebuilds from the committed files of its folder the tables of its README.md, boa
 in the README of the repository.
 enter=FILE     adds a row first: FILE.yaml names a contestant and its overrides, FILE.py is a plugin of one variant. It
                says what that costs, then trains what the rules ask for; killed at any moment, the same command goes on.
-verify=NAME    checks an entry, or its folder, against the rules and board.csv. repeat=true trains one of its runs again
-               with its own code, which you should have read.
-withdraw=NAME  keeps an entry, with the reason, and no longer counts it.
-open=true      trains all contestants of sweep=, which opens the board of that track.
+verify=NAME    checks an entry against the rules and board.csv. repeat=true trains two of its final runs again, with its
+               own code, which you should have read, and two of RMS.
+withdraw=NAME  keeps an entry, with the reason, and no longer counts it. An older one of that name counts again.
+open=true      trains the grid and the final runs of a new board, that of sweep=.
 """
 
 import contextlib
 import datetime
 import hashlib
 import json
+import math
+import os
 import re
 import shlex
 import sys
@@ -22,13 +24,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean
 from typing import Annotated, Any
 
 import yaml
 
 from core.cli import parse_yaml, run_script
-from core.files import ROOT, FileLock, expand, file_sha256, read_json, read_regular, write_atomic, write_json
+from core.files import ROOT, FileLock, config_folder, expand, file_sha256, read_json, read_regular, write_atomic
 from core.plugins import LOADED, changed_plugins, load_plugins, plugin_hashes
 from core.process import say
 from core.schema import (
@@ -37,6 +39,7 @@ from core.schema import (
     Help,
     Rule,
     convert,
+    deciding,
     declared,
     flatten,
     options,
@@ -49,10 +52,10 @@ from scripts.report import provenance, write_files
 from scripts.reporting import track
 from scripts.reporting.charts import svg
 from scripts.reporting.page import with_block
-from scripts.reporting.rates import best_rate, runs_by_rate
+from scripts.reporting.rates import best_rate
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.stored import curves_csv, runs_csv
-from scripts.reporting.track import BASELINE, FINAL, LOSS_KEY, PLAIN, ROWS, SLOTS, Entry
+from scripts.reporting.track import BASELINE, FINAL, LOSS_KEY, ONE_LINE, PLAIN, ROWS, SLOTS, TIMES, Entry
 from sweeps import launch
 from sweeps.definition import OVERRIDES, Definition, check_sweep, load_sweep, sweep_name
 from sweeps.plan import key_of, plan_runs
@@ -69,6 +72,7 @@ NAME = Rule(
     lambda name: re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) is not None and name not in (BASELINE, PLAIN, FINAL),
     f"must be a lower-case word, and not {BASELINE}, {PLAIN} or {FINAL}",
 )
+ENTRY = Rule(lambda name: NAME.holds(re.sub(r"\.\d+$", "", name)), "must be the name of an entry, as asinh or asinh.1")
 Words = Mapping[str, Sequence[str]]  # the overrides of each contestant
 Rates = Mapping[str, Sequence[float]]  # learning rates of the grid
 
@@ -79,18 +83,18 @@ class Contestant:
 
     name: Annotated[str, NAME]
     overrides: Annotated[tuple[str, ...], OVERRIDES]
-    by: Annotated[str, NOT_EMPTY] = "–"
+    by: Annotated[str, ONE_LINE] = "–"
 
 
 @options
 class TrackOptions:
     enter: Annotated[str | None, NOT_EMPTY, Help("file of an entry: my_entry.yaml, or a plugin, my_variant.py")] = None
-    by: Annotated[str | None, NOT_EMPTY, Help("who enters it")] = None
+    by: Annotated[str | None, ONE_LINE, Help("who enters it")] = None
     dry_run: Annotated[bool, Help("with enter=: say what it costs, and end")] = False
-    verify: Annotated[str | None, NOT_EMPTY, Help("name or folder of an entry to check")] = None
-    repeat: Annotated[bool, Help("with verify=: train one of its runs again, with its own code")] = False
-    withdraw: Annotated[str | None, NOT_EMPTY, Help("name of an entry that counts no longer")] = None
-    reason: Annotated[str | None, NOT_EMPTY, Help("of withdraw=")] = None
+    verify: Annotated[str | None, ENTRY, Help("name of an entry to check")] = None
+    repeat: Annotated[bool, Help("with verify=: train some of its runs again, with its own code")] = False
+    withdraw: Annotated[str | None, ENTRY, Help("name of an entry that counts no longer")] = None
+    reason: Annotated[str | None, ONE_LINE, Help("of withdraw=")] = None
     open: Annotated[bool, Help("train all contestants of sweep=, which opens its board")] = False
     sweep: Annotated[str, NOT_EMPTY, Help("definition of the track")] = TRACK
     folder: Annotated[str | None, NOT_EMPTY, Help("of the board; null: results/SWEEP")] = None
@@ -122,11 +126,13 @@ def make(asked: TrackOptions) -> int:
         if asked.withdraw:
             file = asked.board / "entries" / asked.withdraw / "provenance.json"
             require(file.is_file(), f"withdraw={asked.withdraw} is no entry of {asked.board}")
-            write_json(file, read_json(file) | {"withdrawn": asked.reason})
+            about = read_json(file) | {"withdrawn": asked.reason}
+            write_atomic(file, (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
     except UnfinishedError as end:
         return int(end.args[0])
     if not asked.dry_run:
-        write_board(asked.board, sweep)
+        with FileLock(config_folder() / "board.lock"):  # of two commands that end together, each writes both rows
+            write_board(asked.board, sweep)
     return 0
 
 
@@ -180,21 +186,19 @@ def check_rules(entry: Contestant, folder: Path, config: TrainConfig) -> Sequenc
     require(own, f"{entry.name}: attention={config.attention.name} of another size is another model, no contestant")
     several = next((name for name in config.plugins if len(LOADED[name].files) > 1 or "." in name), None)
     require(several is None, f"{entry.name}: plugins=[{several}] must be one file: it is stored with the entry")
-    every, settings = track.rows(folder), flatten(asdict(config))
-    for row in every:
-        same = row.settings["plugins"] == plugin_hashes(config.plugins) and not differing(settings, row.settings, SLOTS)
+    for row in track.rows(folder):
+        same = row.settings["plugins"] == plugin_hashes(config.plugins) and not differing(config, row.settings, SLOTS)
         require(not same or row.status != "" or row.name == entry.name, f"{entry.name} has the settings of {row.name}")
-    full = f"{folder} has {ROWS} comparisons, the most of a board: a new one begins with open=true and another sweep="
-    require(sum(row.against is not None for row in every) < ROWS, full)
     return config.plugins
 
 
-def differing(expected: Mapping[str, Any], found: Mapping[str, Any], groups: Collection[str]) -> list[str]:
-    """The settings of these groups that differ; what `found` lacks, as it is older, does not count."""
+def differing(config: TrainConfig, found: Mapping[str, Any], groups: Collection[str]) -> list[str]:
+    """The settings of these groups that differ. One that `found` lacks, as it is older, had its value of that time."""
+    needed = {*deciding(config), *LENGTH}
     return [
-        f"{key}={show(found[key])}"
-        for key, value in expected.items()
-        if key.partition(".")[0] in groups and key in found and show(found[key]) != show(value)
+        f"{key}={show(found.get(key))}"
+        for key, value in flatten(asdict(config)).items()
+        if key.partition(".")[0] in groups and (key in found or key in needed) and show(found.get(key)) != show(value)
     ]
 
 
@@ -208,7 +212,9 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     words, files, about = sweep.grid["words"], {}, {}
     if asked.enter:
         entry = read_contestant(expand(asked.enter), asked.by)
-        name, about, known = entry.name, {"by": entry.by}, {BASELINE: baseline_rate(folder)}
+        name, about, known = entry.name, {"by": entry.by}, {BASELINE: opened(folder)[0]}
+        full = f"{folder} has {ROWS} comparisons, the most of a board: a new one begins with open=true and its sweep="
+        require(sum(row.against is not None for row in track.rows(folder)) < ROWS, full)
         words = {name: entry.overrides, BASELINE: words[BASELINE]}
     else:
         require({BASELINE, PLAIN} <= words.keys(), f"sweep={asked.sweep} needs the contestants {BASELINE} and {PLAIN}")
@@ -218,7 +224,8 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     plugins = check_rules(entry, folder, plan_runs(every, [])[0].config) if asked.enter else ()
     place = expand(asked.sweep_dir or f"runs/entries/{sweep_name(asked.sweep)}/{name}").resolve()
     launched(every, place, dry_run=True)
-    say("That is by a short timing here. More: 2 runs for each rate past the grid's edge, some minutes for the times")
+    say("The estimate comes from a short timing on this machine.")
+    say("Not included: 2 runs for each extra rate, and some minutes to time updates.")
     if asked.enter:
         folder /= f"entries/{name}"
         files = {f"{plugin}.py": read_regular(Path(LOADED[plugin].path)) for plugin in plugins}
@@ -226,13 +233,18 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     if not asked.dry_run:
         found = trained(sweep, words, first, known, place)
         with FileLock(place / "entry.lock"):  # two commands of one entry end together
-            store(folder, found, files, f"enter={asked.enter}" if asked.enter else "open=true", about)
+            of_entry = (folder, found, files, f"enter={asked.enter}" if asked.enter else "open=true", about)
+            store(*of_entry)
             measure(folder, sweep, words)
+            store(*of_entry)  # with the SHA-256 of the times
 
 
-def baseline_rate(folder: Path) -> float:
-    """The best rate of BASELINE in the grid that opened a board."""
-    return best_rate(track.mean_losses(track.stored(folder)[0])[BASELINE])
+def opened(folder: Path) -> tuple[float, float]:
+    """Of the runs that opened a board: the best rate of BASELINE, and σ of a loss over seeds."""
+    rows = {row.name: row for row in track.opened(folder)}
+    floor = track.noise_floor([*rows.values()])
+    assert floor is not None  # PLAIN opened it, too
+    return best_rate(rows[BASELINE].means), floor[0]
 
 
 def here(sweep: Definition) -> Definition:
@@ -258,17 +270,17 @@ def definition(
 def trained(sweep: Definition, words: Words, rates: Rates, known: Mapping[str, float], place: Path) -> Sweep:
     """The grid and the final runs of contestants, trained as far as they are not. rates: those of the grid. known: best
     rates of those that have none. Raises: UnfinishedError."""
-    most = MORE_RATES + max(map(len, rates.values()))
+    first = rates
     while True:
         launched(definition(sweep, words, rates, {}), place)
-        grid, _ = track.grid_and_final(read_runs(place))
-        rates = {name: [*of] for name, of in runs_by_rate(grid).items()}
-        more = {name: rate for name, rate in track.at_the_edge(grid).items() if len(rates[name]) < most}
+        means = track.mean_losses(track.grid_and_final(read_runs(place))[0])
+        ruled = {name: track.ruled_rates(first[name], of, MORE_RATES) for name, of in means.items()}
+        more = [f"{name} {rate:g}" for name, of in ruled.items() for rate in of if rate not in rates[name]]
         if not more:
             break
-        say(f"best at the grid's edge, so one more rate: {', '.join(f'{name} {more[name]:g}' for name in more)}")
-        rates = {name: [*of, *([more[name]] if name in more else [])] for name, of in rates.items()}
-    best = {name: best_rate(of) for name, of in track.mean_losses(grid).items()}
+        say(f"best at the grid's edge, so one more rate: {', '.join(more)}")
+        rates = ruled
+    best = {name: best_rate(of) for name, of in means.items()}
     launched(definition(sweep, words, rates, {**best, **known}), place)
     return read_runs(place)
 
@@ -298,6 +310,7 @@ def store(folder: Path, found: Sweep, files: Mapping[str, bytes], command: str, 
     old, kept = read_json(folder / "provenance.json"), {"date": datetime.date.today().isoformat()}
     if old.get("sha256", {}).get("runs.csv") == hashlib.sha256(every["runs.csv"]).hexdigest():
         kept = {key: old[key] for key in ("date", "withdrawn") if key in old}
+        every |= {name: read_regular(folder / name) for name in TIMES if (folder / name).exists()}
     elif old:
         require("entry.yaml" in old["sha256"], f"{folder} has a board already: another sweep= opens another one")
         n = 1 + len([*folder.parent.glob(f"{folder.name}.*")])
@@ -321,9 +334,8 @@ def busy_cpus(seconds: float = 2.0) -> float:
 
 
 def measure(folder: Path, sweep: Definition, words: Words) -> None:
-    """Write train.json and decode.json where the cores are quiet and they are not there yet."""
-    files = [folder / name for name in ("train.json", "decode.json")]
-    if all(file.exists() for file in files):
+    """Write TIMES where the cores are quiet and they are not there yet."""
+    if all((folder / name).exists() for name in TIMES):
         return
     if busy_cpus() > QUIET:
         say("cores are busy: the time columns stay empty; the same command, on quiet cores, measures them alone")
@@ -335,8 +347,8 @@ def measure(folder: Path, sweep: Definition, words: Words) -> None:
     update = settings_of(bench_train.BenchOptions, variants | {"together": True, "rounds": ROUNDS[0], "iters": 10})
     decode = settings_of(bench_sample.BenchOptions, variants | {"rounds": ROUNDS[1], "tokens": 120})
     found = [bench_train.bench(update, [*sweep.overrides]), bench_sample.bench(decode, [*sweep.overrides])]
-    for file, content in zip(files, found, strict=True):
-        write_atomic(file, (json.dumps(content) + "\n").encode())
+    for name, content in zip(TIMES, found, strict=True):
+        write_atomic(folder / name, (json.dumps(content) + "\n").encode())
 
 
 # -----------------------------------------------------------------------------
@@ -345,7 +357,7 @@ def measure(folder: Path, sweep: Definition, words: Words) -> None:
 
 def verify(asked: TrackOptions, sweep: Definition) -> int:
     """Say what is wrong with an entry, in one line. Returns the exit status."""
-    path = asked.board / "entries" / Path(str(asked.verify)).name
+    path = asked.board / "entries" / str(asked.verify)
     require((path / "entry.yaml").is_file(), f"verify={asked.verify} is no entry: {path} has no entry.yaml")
     try:
         row = verified(path, asked.board)
@@ -360,55 +372,73 @@ def verify(asked: TrackOptions, sweep: Definition) -> int:
 
 def verified(path: Path, folder: Path) -> Entry:
     """The row of an entry; none of its code is run. Raises: ConfigError where its files do not fit, or board.csv."""
-    row, (grid, final) = track.entry_row(path), track.stored(path)
+    row, (grid, final), about = track.by_folder(folder)[path], track.stored(path), read_json(path / "provenance.json")
     recorded = {f"{plugin}.py": sha256 for plugin, sha256 in row.settings["plugins"].items()}
-    for name, sha256 in {**read_json(path / "provenance.json")["sha256"], **recorded}.items():
+    for name, sha256 in {**dict.fromkeys(os.listdir(path)), **about["sha256"], **recorded}.items():
         good = Path(name).name == name and file_sha256(path / name, within=path) == sha256
-        require(good, f"{name} was changed, or is not what its runs had")
-    for run in (*grid.runs, *final.runs):
+        require(good or name == "provenance.json", f"{name} was changed, or is not what its runs had")
+    entry = read_contestant(path / "entry.yaml", None)
+    same = (entry.name, entry.name, entry.by) == (row.name, path.stem, about["by"])
+    require(same, "its folder, its runs and provenance.json have another name or by= than entry.yaml")
+    runs = [*grid.runs, *final.runs]
+    for run in runs:
         same = not run.done or min(run.losses.values(), default=None) == run.summary.get(LOSS_KEY)
         require(same, f"{run.id} has another lowest loss in its curve")
-    several = [key for key in ("device", "dtype") if len(final.distinct(key)) > 1]
-    require(not several, f"its final runs differ in {', '.join(several)}")
+        ours = not run.done or run in final.done(BASELINE) or run.summary.get("plugins", {}) == row.settings["plugins"]
+        require(ours, f"{run.id} had other plugins")
+    several = [key for key in ("device", "dtype") if len({run.summary.get(key) for run in runs if run.done}) > 1]
+    require(not several, f"its runs differ in {', '.join(several)}")
+    own, board = final.done(BASELINE), track.stored(folder)[1].done(BASELINE)
+    if own and own[0].config.get("dtype") == board[0].config.get("dtype"):
+        of_own, of_board = (fmean(run.summary[LOSS_KEY] for run in of) for of in (own, board))
+        most = 3 * opened(folder)[1] * math.sqrt(1 / len(own) + 1 / len(board))
+        said = (
+            f"its {BASELINE} runs end at {of_own:.4f}, the board's at {of_board:.4f}; 3 standard errors are {most:.4f}"
+        )
+        require(abs(of_own - of_board) <= most, said)
     (_, line), lines = (text.splitlines() for text in (track.board_csv([row]), (folder / "board.csv").read_text()))
     require(line in lines, f"board.csv has another row: its runs give {line}")
     return row
 
 
 def repeated(path: Path, row: Entry, asked: TrackOptions, sweep: Definition) -> str:
-    """Plan an entry's runs again with the stored copy of its code, and train a final one. Returns what there is to say.
+    """Plan an entry's runs again with the stored copy of its code; train two final ones, and those of BASELINE.
 
-    Raises: ConfigError where they are other runs, or its loss is not within 3 standard deviations over seeds.
+    Returns what there is to say. Raises: ConfigError where they are other runs, or their mean is not within 3 σ.
     """
-    grid, final = track.stored(path)
-    entry, runs = read_contestant(path / "entry.yaml", None), [*final.runs_of(row.name).values()]
-    run = runs[int(hashlib.sha256(read_regular(path / "runs.csv")).hexdigest(), 16) % len(runs)]
-    if run.config["dtype"] != "float32" and here(sweep) is not sweep:
-        return "no run is repeated: this machine has no bf16 hardware"
-    sweep = replace(sweep, overrides=(*sweep.overrides, f"dtype={run.config['dtype']}"))
+    (grid, final), (rate, sigma) = track.stored(path), opened(asked.board)
+    entry, known = read_contestant(path / "entry.yaml", None), {one.id: one for one in (*grid.runs, *final.runs)}
+    exact = all(run.config.get("dtype") == "float32" for run in known.values())
+    sweep = replace(sweep, overrides=(*sweep.overrides, "dtype=float32")) if exact else sweep
     words = {row.name: entry.overrides, BASELINE: sweep.grid["words"][BASELINE]}
-    rates = {*row.tried, *sweep.grid["optim.learning_rate"].values()}
-    best = {row.name: best_rate(row.means), BASELINE: baseline_rate(asked.board)}
+    rates = track.ruled_rates(sweep.grid["optim.learning_rate"].values(), row.means, MORE_RATES)
+    best = {row.name: best_rate(row.means), BASELINE: rate}
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         for plugin in row.settings["plugins"]:
             write_atomic(Path(place) / f"{plugin}.py", read_regular(path / f"{plugin}.py"))
-        every = definition(sweep, words, {row.name: [*rates]}, best)
-        planned, known = (
-            {one.id: one for one in plan_runs(every, [])},
-            {one.id: one for one in (*grid.runs, *final.runs)},
-        )
+        planned = {one.id: one for one in plan_runs(definition(sweep, words, {row.name: rates}, best), [])}
+        check_rules(entry, asked.board, next(iter(planned.values())).config)
         require(planned.keys() == known.keys(), "its runs are not those that entry.yaml and the rules give")
         for one in known:
-            wrong = differing(flatten(asdict(planned[one].config)), known[one].config, LENGTH)
+            wrong = differing(planned[one].config, known[one].config, LENGTH)
             require(not wrong, f"{one} breaks the rules: {', '.join(wrong)}")
-        alone = definition(sweep, words, {}, {row.name: best[row.name]}, [run.seed])
-        launched(alone, Path(place) / "sweep")
-        (again,) = read_runs(Path(place) / "sweep").runs
-    spread = stdev(one.summary[LOSS_KEY] for one in runs if one.done)
-    before, now = run.summary.get(LOSS_KEY), again.summary.get(LOSS_KEY)
-    said = f"{run.id} ended at {show(before)}, and now at {show(now)}; 3 σ over seeds are {3 * spread:.4f}"
-    require(before is not None and now is not None and abs(now - before) <= 3 * spread, said)
-    return said
+        if not exact and here(sweep) is not sweep:
+            return "no run is repeated: this machine has no bf16 hardware"
+        seeds = sorted({run.seed for run in final.done(row.name)} & {run.seed for run in final.done(BASELINE)})
+        require(bool(seeds), f"at no seed both it and {BASELINE} are done")
+        n = int(hashlib.sha256(read_regular(path / "runs.csv")).hexdigest(), 16) % len(seeds)
+        seeds = sorted({seeds[n], seeds[n - len(seeds) // 2]})
+        launched(definition(sweep, words, {}, best, seeds), Path(place) / "sweep")
+        _, again = track.grid_and_final(read_runs(Path(place) / "sweep"))
+    said, most = [], 3 * sigma / math.sqrt(len(seeds))
+    for name in words:
+        require(len(again.done(name)) == len(seeds), f"{name} does not end as it did, at the seeds {seeds}")
+        before, now = (
+            fmean(run.summary[LOSS_KEY] for run in of.done(name) if run.seed in seeds) for of in (final, again)
+        )
+        said.append(f"{name} ended at {before:.4f}, and now at {now:.4f}")
+        require(abs(now - before) <= most, f"{said[-1]}: the mean of the seeds {seeds}; 3 σ over seeds are {most:.4f}")
+    return f"{'; '.join(said)}: means of the seeds {seeds}; 3 σ over seeds are {most:.4f}"
 
 
 if __name__ == "__main__":

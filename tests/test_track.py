@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -24,10 +25,10 @@ from scipy.optimize import brentq
 from core.cli import run_script
 from core.schema import ConfigError, flatten
 from scripts import track
-from scripts.reporting.runs import Run, Sweep
-from scripts.reporting.stored import common_config, curves_csv, runs_csv
-from scripts.reporting.track import LEVEL, Entry, at_the_edge, entries, mean_losses, noise, plateau, rows
-from scripts.track import TrackOptions, here, make
+from scripts.reporting.runs import Run, Sweep, read_sweep
+from scripts.reporting.stored import common_config, curves_csv, read_stored, runs_csv
+from scripts.reporting.track import LEVEL, Entry, entries, mean_losses, noise, plateau, rows, ruled_rates
+from scripts.track import Contestant, TrackOptions, check_rules, here, make
 from sweeps.definition import check_sweep, load_sweep
 from sweeps.plan import plan_runs
 from sweeps.status import State
@@ -54,6 +55,7 @@ def run_of(point: str, seed: int, rate: float, loss: float) -> Run:
     name = point.split(",")[0]
     slots = {"qk_norm.name": "rms" if name == "rms" else "none", "softmax.name": "sink" if name == "sink" else "plain"}
     config = {"optim.learning_rate": rate, "seed": seed, "model.name": "track_nano", "logits.name": "none", **slots}
+    config |= {"attention.name": "mha", "attention.head_dim": None, "softmax.logit": "learned", "qk_clip.name": "none"}
     curves: Any = {"val/loss": {0: 7.0, 100: loss}}
     return Run(f"{point}-{seed}", [point], seed, None, config, State("done", 100), summary, curves)
 
@@ -90,9 +92,9 @@ def stored(folder: Path, of: tuple[Sweep, Sweep] | None = None) -> Path:
         (place / "provenance.json").write_text(json.dumps(about))
     (folder / "README.md").write_text(f"# Board\n\n{track.END}\n{track.BEGIN}STALE{track.END}\nAfter.\n")
     times = {"time_over_first": {"rms": {"median": 1.1, "low": 1.0, "high": 1.2}}}
-    speeds = {"speed_over_first": {"rms": {"median": 0.8, "low": 0.5, "high": 1.0}}}
+    decoding = {"time_over_first": {"rms": {"median": 1.25, "low": 1.0, "high": 2.0}}}
     (folder / "train.json").write_text(json.dumps({"variants": {"none": {}}, **times}))
-    (folder / "decode.json").write_text(json.dumps({"1_sequences": {"variants": {"none": {}}, **speeds}}))
+    (folder / "decode.json").write_text(json.dumps({"1_sequences": {"variants": {"none": {}}, **decoding}}))
     return folder
 
 
@@ -100,7 +102,10 @@ def test_the_best_rate_is_that_of_the_lowest_mean_and_an_edge_is_named() -> None
     grid, _ = sweeps()
     means = mean_losses(grid)
     assert {name: min(of, key=lambda rate: of[rate]) for name, of in means.items()} == BEST
-    assert at_the_edge(grid) == {"sink": 0.016}
+    ruled = {name: ruled_rates(RATES, of, 1) for name, of in means.items()}
+    assert ruled == {"none": RATES, "rms": RATES, "sink": [*RATES, 0.016]}
+    falling = {rate: -rate for rate in [*RATES, 0.016, 0.032, 0.064, 0.128]}
+    assert ruled_rates(RATES, falling, 3) == [*RATES, 0.016, 0.032, 0.064]
     found = [plateau(means[name], means[name]) for name in GRID]
     assert found == [1.0, 1.0, 0.0]  # 0.002 to 0.004; 0.004 to 0.008; alone
     assert plateau({0.001: 2.0, 0.004: 2.0, 0.008: 2.0}, [0.001, 0.002, 0.004, 0.008]) == 0.0  # 0.002 diverged
@@ -231,10 +236,18 @@ def tiny_track(tmp_path: Path) -> tuple[Path, Path]:
     """A track of tiny models, and its board, which the runs with known losses open."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} says that a quick brown fox is {i % 7} years old\n" for i in range(500)))
-    tiny = [*TINY, "data=text", f"data.path={text}", "max_iters=4", "model.dropout=0.0", "wandb.mode=disabled"]
-    rates = {"words": WORDS, "optim.learning_rate": [0.016, 0.032, 0.064]}
+    tiny = [
+        *TINY,
+        "model.n_layer=1",
+        "data=text",
+        f"data.path={text}",
+        "max_iters=4",
+        "model.dropout=0.0",
+        "wandb.mode=disabled",
+    ]
+    rates = {"words": WORDS, "optim.learning_rate": [0.064, 0.128, 0.256]}
     sweep = tmp_path / "tiny.yaml"
-    sweep.write_text(json.dumps({"overrides": tiny, "seeds": [1, 2], "also": {"attn/max_logit": "max"}, "grid": rates}))
+    sweep.write_text(json.dumps({"overrides": tiny, "seeds": [1], "also": {"attn/max_logit": "max"}, "grid": rates}))
     return sweep, stored(tmp_path / "results" / "tiny")
 
 
@@ -252,6 +265,8 @@ REFUSED = {
     "name: rms": "name=rms must be a lower-case word, and not rms, none or final",
     "seeds: [1]": "seeds=[1] is unknown",
     "overrides: ['plugins=[gone]', logits=gone]": "no module gone",
+    'by: "Ada\\nBob"': "must be a line without <, > and |",
+    "by: <!-- end -->": "by=<!-- end --> must be a line without <, > and |",
 }
 
 
@@ -285,109 +300,191 @@ def test_a_machine_without_bf16_hardware_trains_an_entry_in_float32(monkeypatch:
         assert {run.config.dtype for run in planned} == {"bfloat16" if has else "float32"}
 
 
+@pytest.mark.slow
+def test_a_setting_that_older_rows_lack_had_its_value_of_that_time(tmp_path: Path) -> None:
+    board, sweep = ROOT / "results" / "attention_track", load_sweep("attention_track", {})
+    folder = shutil.copytree(board, tmp_path / "board", ignore=shutil.ignore_patterns("entries", "small"))
+    cases = {
+        ("logits=ssmax", "logits.power=2"): "", ("logits=ssmax", "logits.power=1"): "ssmax",
+        ("output=value_norm", "output.gain=learned"): "", ("output=value_norm",): "value_norm",
+        ("qk_norm=rms_whole", "qk_norm.gain=layer"): "", ("qk_norm=rms_whole",): "rms_whole",
+    }  # fmt: skip
+    for words, same in cases.items():
+        (planned, *_) = plan_runs(replace(sweep, grid={"words": {"new": [*words]}}), [])
+        entry = Contestant(name="new", overrides=words)
+        with pytest.raises(ConfigError, match=f"has the settings of {same}$") if same else nullcontext():
+            check_rules(entry, folder, planned.config)
+
+
 def edited(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new, 1))
 
 
-def falsify(entry: Path, key: str, new: str, liar: bool = True) -> None:
-    """Another value in a final run's line. liar: with the hash of the new runs.csv in provenance.json."""
-    (row, *_) = (row for row in csv.DictReader((entry / "runs.csv").open()) if row["settings"] == "final/asinh")
-    (line,) = (line for line in (entry / "runs.csv").read_text().splitlines() if line.startswith(row["id"]))
-    edited(entry / "runs.csv", line, line.replace(f",{row[key]},", f",{new},", 1))
-    if liar:
-        about = json.loads((entry / "provenance.json").read_text())
-        about["sha256"]["runs.csv"] = sha256((entry / "runs.csv").read_bytes()).hexdigest()
-        (entry / "provenance.json").write_text(json.dumps(about))
+def hashed(entry: Path, *names: str) -> None:
+    """The hashes of files in provenance.json, as somebody falsifies them, too."""
+    about = json.loads((entry / "provenance.json").read_text())
+    about["sha256"] |= {name: sha256((entry / name).read_bytes()).hexdigest() for name in names}
+    (entry / "provenance.json").write_text(json.dumps(about))
+
+
+def falsify(entry: Path, where: str, curve: float = 0.0, **numbers: Any) -> None:
+    """Other numbers of the runs whose setting begins with `where`. curve: added to all their losses."""
+    found, changed = read_stored(entry, "asinh"), []
+    for run in found.runs:
+        if run.settings[0].startswith(where):
+            summary = {**run.summary, "val/loss_min": run.summary["val/loss_min"] + curve, **numbers}
+            losses: Any = {i: loss + curve for i, loss in run.losses.items()}
+            run = replace(run, summary=summary, curves={**run.curves, "val/loss": losses})
+        changed.append(run)
+    (entry / "runs.csv").write_text(runs_csv(replace(found, runs=changed)))
+    (entry / "curves.csv.gz").write_bytes(curves_csv(replace(found, runs=changed)))
+    hashed(entry, "runs.csv", "curves.csv.gz")
+
+
+def other_words(entry: Path) -> None:
+    edited(entry / "entry.yaml", "logits=asinh", "logits=asinh\n- max_iters=9")
+    hashed(entry, "entry.yaml")
 
 
 FALSIFIED: dict[str, Callable[[Path], None]] = {
-    "runs.csv was changed": lambda entry: falsify(entry, "val/loss_min", "1.5", liar=False),
-    "has another lowest loss in its curve": lambda entry: falsify(entry, "val/loss_min", "1.5"),
-    "board.csv has another row: its runs give asinh,": lambda entry: falsify(entry, "parameters", "600"),
+    "runs.csv was changed": lambda entry: edited(entry / "runs.csv", "text-s11", "text-s19"),
+    "has another lowest loss in its curve": lambda entry: falsify(entry, "final/asinh", **{"val/loss_min": 1.5}),
+    "board.csv has another row: its runs give asinh,": lambda entry: falsify(entry, "final/asinh", parameters=600),
     "my_asinh.py was changed": lambda entry: edited(entry / "my_asinh.py", "asinh(", "sinh("),
     "entry.yaml was changed": lambda entry: edited(entry / "entry.yaml", "Ada", "Bob"),
+    "train.json was changed": lambda entry: edited(entry / "train.json", "1", "2"),
+    "more.txt was changed, or is not": lambda entry: (entry / "more.txt").touch(),
+    "had other plugins": lambda entry: falsify(entry, "asinh/", plugins={"my_asinh": "0"}),
+    "its runs differ in device": lambda entry: falsify(entry, "asinh/", device="another"),
+    "have another name or by= than": lambda entry: edited(entry / "provenance.json", "Ada", "Bob"),
+    "by in provenance.json must be a line": lambda entry: edited(entry / "provenance.json", "Ada", "<!-- end -->"),
+    "its rms runs end at 3.": lambda entry: edited(
+        entry.parents[1] / "final" / "provenance.json", '"config": {', '"config": {"dtype": "float32", '
+    ),
 }
+OTHER_RUNS: dict[str, Callable[[Path], None]] = {  # than those that are planned again
+    "asinh: max_iters=9 breaks the rules": other_words,
+    "breaks the rules: eval_interval=2": lambda entry: edited(
+        entry.parents[3] / "tiny.yaml", "l_interval=2", "l_interval=4"
+    ),
+    "its runs are not those that entry.yaml and": lambda entry: edited(entry.parents[3] / "tiny.yaml", "0.128, ", ""),
+}
+
+
+ENTER = """if __name__ == "__main__":
+    import sys
+    from scripts import track
+    track.QUIET, track.ROUNDS = 99.0, (7, 7)  # of the times, however busy the cores are
+    sys.exit(track.run_script(track.TrackOptions, track.make, "", sys.argv[1:]))
+"""
 
 
 @pytest.mark.slow
 def test_an_entry_is_one_command_killed_or_not_and_is_verified(
-    tmp_path: Path,
-    program: Program,
-    plugins_undone: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path, forked: Program, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sweep, folder = tiny_track(tmp_path)
     entry, board = folder / "entries" / "asinh", (f"sweep={sweep}", f"folder={folder}")
-    (tmp_path / "my_asinh.py").write_text(PLUGIN)
-    command = [sys.executable, str(ROOT / "scripts" / "track.py"), "enter=my_asinh.py", "by=Ada", *board]
-    killed = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert killed.stdout is not None
-    begun = ""
-    while "[1/6]" not in begun:
-        begun += killed.stdout.readline()
-    killed.kill()
-    assert killed.wait() == -9 and "22 runs (22 pending)" in begun and not entry.exists()
-    done = program(*command[1:]).stdout
-    assert re.search(r": 6 runs \([1-5] done", done) and "22 done in" in done and "next:" not in done
-    assert {"runs.csv", "curves.csv.gz", "provenance.json", "entry.yaml", "my_asinh.py"} <= {*os.listdir(entry)}
-    found = {row.name: row for row in rows(folder)}
-    assert found["asinh"].loss.n == 8 and found["asinh"].about["by"] == "Ada" and found["asinh"].slot == "logits"
-    assert "| asinh | logits |" in (folder / "README.md").read_text()
-
     monkeypatch.chdir(tmp_path)
-    for file in entry.glob("*.json"):
-        if file.name != "provenance.json":
-            file.unlink()  # they are there where the cores were quiet
-    monkeypatch.setattr(track, "QUIET", 99.0)
-    monkeypatch.setattr(track, "ROUNDS", (7, 7))
-    assert make(TrackOptions(enter="my_asinh.py", by="Ada", sweep=str(sweep), folder=str(folder))) == 0
-    assert not (folder / "entries" / "asinh.1").exists(), "the same runs supersede nothing"
-    (row,) = (row for row in rows(folder) if row.name == "asinh")
-    assert all({"median", "low", "high"} <= {*ratio} for ratio in row.ratios)
-
-    def git(*words: str) -> None:
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, capture_output=True)
 
     def verified(status: int) -> str:
-        """By the workflow's script."""
-        script = [str(ROOT / ".github" / "verify_entries.sh"), "HEAD~1", *board]
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        done = subprocess.run(script, capture_output=True, text=True, env={**os.environ, "PATH": path})
-        assert done.returncode == status, done.stdout + done.stderr
+        """By training runs again, in a process of its own, which alone imports the plugin."""
+        done = forked("scripts/track.py", "verify=asinh", "repeat=true", *board, status=status)
         return done.stdout + done.stderr
 
-    git("init", "-q")
-    git("commit", "-q", "--allow-empty", "-m", "before")
-    git("add", "results")
-    git("commit", "-q", "-m", "an entry")
-    (tmp_path / "my_asinh.py").unlink()  # it trains with the stored copy
-    said = verified(0)
-    assert "board.csv has the row that its runs give" in said and "3 σ over seeds are" in said
-    kept = shutil.copytree(entry, tmp_path / "kept")
-    for says, change in FALSIFIED.items():
-        change(entry)
-        assert run_script(TrackOptions, make, "", ["verify=asinh", *board]) == 1
-        line = capfd.readouterr().err.strip()
-        assert says in line and line.startswith("failed: asinh: ") and "\n" not in line
-        shutil.rmtree(entry)
-        shutil.copytree(kept, entry)
-    falsify(entry, "val/loss_min", "1.5")
-    assert "failed: asinh: " in verified(1)
-    shutil.rmtree(entry)
-    shutil.copytree(kept, entry)
+    def told(*words: str, status: int = 0) -> str:
+        capfd.readouterr()
+        assert run_script(TrackOptions, make, "", [*words, *board]) == status
+        return "".join(capfd.readouterr())
 
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def requested(status: int, *also: str) -> str:
+        """What the workflow's script says of the results as they are now. They stay where it finds no fault."""
+        base = git("rev-parse", "HEAD")
+        git("add", "-A", "results", *also)
+        git("commit", "-q", "-m", "a request")
+        merged = git("rev-parse", "HEAD")
+        git("checkout", "-q", "--detach", base)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        script = [str(ROOT / ".github" / "verify_entries.sh"), merged, *board]
+        done = subprocess.run(script, capture_output=True, text=True, env={**os.environ, "PATH": path})
+        assert done.returncode == status, done.stdout + done.stderr
+        git("reset", "-q", "--hard", base if status else merged)
+        return done.stdout + done.stderr
+
+    told()
+    git("init", "-q")
+    git("add", "results")
+    git("commit", "-q", "-m", "a board")
     (tmp_path / "my_asinh.py").write_text(PLUGIN)
-    (tmp_path / "other.yaml").write_text('{name: asinh, overrides: ["plugins=[my_asinh]", logits=asinh, logits.c=0.1]}')
-    program("scripts/track.py", "enter=other.yaml", *board, status=2)  # sweep_dir= holds other settings
-    program("scripts/track.py", "enter=other.yaml", "sweep_dir=other", *board)
-    program("scripts/track.py", "withdraw=asinh", "reason=wrong c", *board)
-    status = {(row.settings.get("logits.c"), row.status) for row in rows(folder) if row.name == "asinh"}
-    assert status == {(10, "superseded"), (0.1, "withdrawn: wrong c")}
+    command = [sys.executable, "-c", ENTER, "enter=my_asinh.py", "by=Ada", *board]
+    killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None
+    begun = ""
+    while "[1/3]" not in begun:
+        begun += killed.stdout.readline()
+    killed.kill()
+    assert killed.wait() == -9 and "19 runs (19 pending)" in begun and not entry.exists()
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert re.search(r": 3 runs \([1-2] done", done) and "19 done in" in done and "next:" not in done
+    made = {"runs.csv", "curves.csv.gz", "entry.yaml", "my_asinh.py", "train.json", "decode.json"}
+    assert {*os.listdir(entry)} == {*made, "provenance.json"}
+    found = {row.name: row for row in rows(folder)}
+    assert found["asinh"].loss.n == 8 and found["asinh"].about["by"] == "Ada" and found["asinh"].slot == "logits"
+    assert all(ratio and ratio.low for ratio in found["asinh"].ratios)
+    assert "| asinh | logits |" in (folder / "README.md").read_text()
+
+    (tmp_path / "my_asinh.py").unlink()  # it trains with the stored copy
+    kept = shutil.copytree(tmp_path / "results", tmp_path / "kept")
+    definition = sweep.read_text()
+
+    def restored() -> None:
+        shutil.rmtree(tmp_path / "results")
+        shutil.copytree(kept, tmp_path / "results")
+        sweep.write_text(definition)
+
+    for says, change in {**FALSIFIED, **OTHER_RUNS}.items():
+        change(entry)
+        said = told("verify=asinh", status=1) if says in FALSIFIED else verified(1)
+        line = said.strip().splitlines()[-1]
+        assert says in line and line.startswith("failed: asinh: "), line
+        restored()
+    falsify(entry, "final/asinh", curve=0.04)
+    told()
+    assert re.search("failed: asinh: asinh ended at .*, and now at .*", requested(1))
+    restored()
+    said = requested(0)
+    assert "board.csv has the row that its runs give" in said and "3 σ over seeds are" in said
+    edited(folder / "board.csv", "asinh,,logits,", "asinh,,logits,better")
+    assert "-asinh,,logits,better" in requested(1)
+    shutil.rmtree(entry)
+    assert "failed: the runs.csv of an entry is gone, or was changed" in requested(1)
+    (entry / "more.txt").touch()
+    (tmp_path / "track.py").touch()
+    assert "failed: a board changes in a pull request of its own, without track.py" in requested(1, "track.py")
+
+    whole = read_sweep(tmp_path / "runs" / "entries" / "tiny" / "asinh", "asinh")
+    files = {name: (entry / name).read_bytes() for name in ("entry.yaml", "my_asinh.py")}
+    for runs, folders in ((whole.runs, {"asinh"}), (whole.runs[:-1], {"asinh", "asinh.1"})):
+        track.store(entry, replace(whole, runs=runs), files, "again", {"by": "Ada"})
+        assert {*os.listdir(folder / "entries")} == folders, "the same runs supersede nothing"
+    assert made <= {*json.loads((folder / "entries" / "asinh.1" / "provenance.json").read_text())["sha256"]}
+    for words, of in (
+        ([], ["", "superseded"]), (["withdraw=asinh", "reason=wrong c"], ["", "withdrawn: wrong c"]),
+        (["withdraw=asinh.1", "reason=so is this"], ["withdrawn: so is this", "withdrawn: wrong c"]),
+    ):  # fmt: skip
+        told(*words)
+        assert sorted(row.status for row in rows(folder) if row.name == "asinh") == of
+        assert "board.csv has the row that its runs give" in told("verify=asinh.1")
     assert "### Superseded and withdrawn" in (folder / "README.md").read_text()
     assert len((folder / "board.csv").read_text().splitlines()) == 1 + 3 + 2
+    for words in (["withdraw=../final", "reason=none"], [f"verify={entry}"]):
+        assert "must be the name of an entry" in told(*words, status=2)
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from typing import Any
 
 from core.files import read_json
 from core.git import short
-from core.schema import require
-from scripts.reporting.charts import OKABE_ITO, Figure, Spec, marks, quantity
+from core.schema import Rule, require
+from scripts.reporting.charts import OKABE_ITO, Figure, marks, quantity
 from scripts.reporting.comparisons import Comparison, compare
 from scripts.reporting.numbers import Estimate, interval, n_needed
 from scripts.reporting.rates import best_rate, final_means, runs_by_rate
@@ -35,6 +35,10 @@ FINAL = "final"  # the part of an entry's sweep with the final runs; the others 
 SLOTS = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip", "attention")  # what an entry may set
 UNUSED = ("none", "plain", "mha")  # in a slot
 PLATEAU = 0.02  # nats: rates within this of a contestant's best one are good ones
+TIMES = ("train.json", "decode.json")  # files of the times of updates, and of decoding
+ONE_LINE = Rule(
+    lambda t: t.isprintable() and t.strip() != "" and not {*"<>|"} & {*t}, "must be a line without <, > and |"
+)
 LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
 
 
@@ -58,7 +62,7 @@ class Entry:
     wide: Estimate | None
     logit: float | None
     parameters: float | None
-    ratios: tuple[Mapping[str, float], Mapping[str, float]]
+    ratios: tuple[Estimate | None, Estimate | None]
     about: Mapping[str, str]
     status: str = ""
 
@@ -89,14 +93,14 @@ def mean_losses(grid: Sweep) -> dict[str, dict[float, float]]:
     return found
 
 
-def at_the_edge(grid: Sweep) -> dict[str, float]:
-    """Contestants whose best rate is the lowest or the highest one that was tried, with the rate to try next."""
-    found = {}
-    for name, means in mean_losses(grid).items():
-        tried, best = sorted(runs_by_rate(grid)[name]), best_rate(means)
-        if best in (tried[0], tried[-1]):
-            found[name] = best / 2 if best == tried[0] else best * 2
-    return found
+def ruled_rates(first: Iterable[float], means: Mapping[float, float], more: int) -> list[float]:
+    """The rates to try: the first ones and, as long as the best one is at an edge, the next one, at most `more`."""
+    rates = sorted(first)
+    for _ in range(more):
+        best = best_rate({rate: means[rate] for rate in rates if rate in means})
+        if best in (rates[0], rates[-1]):
+            rates = sorted([*rates, best / 2 if best == rates[0] else best * 2])
+    return rates
 
 
 def plateau(means: Mapping[float, float], tried: Iterable[float]) -> float:
@@ -126,19 +130,34 @@ def stored(folder: Path) -> tuple[Sweep, Sweep]:
 
 def rows(folder: Path) -> list[Entry]:
     """Every row that a board ever had, those that count first, the lowest difference first. Raises: ConfigError."""
-    entered = [entry_row(file.parent) for file in sorted((folder / "entries").glob("*/entry.yaml"))]
-    again = {row.name for row in entered}
-    opened = entries(*stored(folder), folder, {"by": "nanoQK", "date": "–"})
-    old = [replace(row, status="superseded") if row.name in again else row for row in opened]
-    return sorted(old + entered, key=lambda row: (row.status != "", row.lost > 0, row.wide.mean if row.wide else 0.0))
+    found = by_folder(folder).values()
+    return sorted(found, key=lambda row: (row.status != "", row.lost > 0, row.wide.mean if row.wide else 0.0))
 
 
-def entry_row(path: Path) -> Entry:
-    """The row of an entry's folder, NAME, or NAME.1 where another one has superseded it."""
-    about = read_json(path / "provenance.json")
-    (row,) = entries(*stored(path), path, {key: str(about.get(key, "–")) for key in ("by", "date")})
-    status = f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "superseded" if path.suffix else ""
-    return replace(row, status=status)
+def opened(folder: Path) -> list[Entry]:
+    """The rows that opened a board."""
+    return entries(*stored(folder), folder, {"by": "nanoQK", "date": "–"})
+
+
+def by_folder(folder: Path) -> dict[Path, Entry]:
+    """Folder of an entry -> its row; a row that opened the board has a key of that kind, and no folder.
+
+    Of each name the latest row that is not withdrawn counts: NAME, before NAME.2, NAME.1, and the opening's.
+    """
+    every, counted = {folder / row.name: row for row in opened(folder)}, dict[str, Path]()
+    paths = [file.parent for file in (folder / "entries").glob("*/entry.yaml")]
+    for path in sorted(paths, key=lambda path: (path.stem, float(path.suffix[1:] or "inf"))):
+        about = {"by": "–", "date": "–"} | read_json(path / "provenance.json")
+        for key in {"by", "date", "withdrawn"} & about.keys():
+            require(ONE_LINE.holds(str(about[key])), f"{path}: {key} in provenance.json {ONE_LINE.says}")
+        (row,) = entries(*stored(path), path, {key: str(about[key]) for key in ("by", "date")})
+        every[path] = replace(row, status=f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "")
+    for path, row in every.items():
+        if not row.status and row.name in counted:
+            every[counted[row.name]] = replace(every[counted[row.name]], status="superseded")
+        if not row.status:
+            counted[row.name] = path
+    return every
 
 
 def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) -> list[Entry]:
@@ -149,7 +168,7 @@ def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) ->
     rates, means = runs_by_rate(grid), mean_losses(grid)
     names = [name for name in final.settings if name in means or name != BASELINE]
     require(all(name in means for name in names), f"{grid.name} lacks some of {', '.join(names)}")
-    update, decode = (ratios_of(times / file, [*means, PLAIN]) for file in ("train.json", "decode.json"))
+    update, decode = (ratios_of(times / file, [*means, PLAIN]) for file in TIMES)
     where = [*final.distinct("device"), *(["float32"] if "torch.float32" in final.distinct("dtype") else [])]
     about = {"machine": ", ".join(where), "commit": ", ".join(map(short, final.distinct("commit"))), **about}
     found = []
@@ -168,27 +187,24 @@ def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) ->
             lost=len(final.runs_of(name)) - len(runs), against=against,
             wide=against.deciding_interval(LEVEL) if against and against.estimate else None,
             logit=max(logits, default=None), parameters=runs[0].summary.get("parameters"),
-            ratios=(update.get(name, {}), decode.get(name, {})), about=about,
+            ratios=(update.get(name), decode.get(name)), about=about,
         ))  # fmt: skip
     return found
 
 
-def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Mapping[str, float]]:
-    """Name of a contestant -> median, low and high of its time over that of the first; {} where there is no file.
+def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Estimate]:
+    """Name of a contestant -> median of its time over that of the first, with its interval; {} where there is no file.
 
     Raises: ConfigError where a benchmark of these contestants did not write it.
     """
     if not file.exists():
         return {}
     content: Any = read_json(file)
-    content = content.get("1_sequences", content)  # bench_sample.py groups its results, and once wrote speeds
+    content = content.get("1_sequences", content)  # bench_sample.py groups its results
     timed = next(iter(content.get("variants", {})), None)
     require(timed in contestants, f"{file} does not time contestants: scripts/track.py enter= writes it")
-    ends = {"median": "median", "low": "high", "high": "low"}
-    speeds = content.get("speed_over_first", {}).items()
-    inverted = {name: {key: 1 / of[end] for key, end in ends.items() if end in of} for name, of in speeds}
-    others = content.get("time_over_first", inverted)
-    return {str(timed): {"median": 1.0}, **others}
+    ratios = {str(timed): {"median": 1.0}, **content["time_over_first"]}
+    return {name: Estimate(of["median"], of.get("low"), of.get("high"), 1) for name, of in ratios.items()}
 
 
 # -----------------------------------------------------------------------------
@@ -232,8 +248,8 @@ COUNTED: Columns[Entry] = {
     "best rate": lambda e: number(best_rate(e.means), "g"),
     "good rates, octaves": lambda e: number(plateau(e.means, e.tried), "g"),
     "largest logit": lambda e: number(e.logit, ".1f"),
-    "update time": lambda e: times(e.ratios[0]),
-    "decode time": lambda e: times(e.ratios[1]),
+    "update time": lambda e: mean_and_ends(e.ratios[0], ".2f"),
+    "decode time": lambda e: mean_and_ends(e.ratios[1], ".2f"),
     "parameters": lambda e: number(e.parameters, ",.0f"),
     "machine": lambda e: e.about["machine"],
     "date": lambda e: e.about["date"],
@@ -259,12 +275,13 @@ def first_rows(found: Sequence[Entry]) -> tuple[str, str]:
     counted = [row for row in found if not row.status]
     floor, verdicts = noise_floor(counted), Counter(row.verdict for row in counted)
     assert floor is not None
+    told = [f"{verdicts[one] or 'none'} {'is' if verdicts[one] < 2 else 'are'} {one}" for one in ("better", "worse")]
     said = (
         f"{len(counted)} controls of attention logits, plain attention (`{PLAIN}`) among them, each at its own best "
-        f"learning rate. Against the {BASELINE.upper()} QK norm {verdicts['better']} are better, {verdicts['worse']} "
-        f"worse, and {verdicts['not told apart']} not told apart, each at the level 0.05 / {ROWS}. {counted[0].loss.n} "
-        f"seeds find a single difference of {floor[2]:.3f} nats with 80\u00a0% power. Rank: by mean difference. "
-        f"Time: over that of `{PLAIN}`."
+        f"learning rate, compared with the {BASELINE.upper()} QK norm. {', '.join(told).capitalize()}; for "
+        f"{verdicts['not told apart']} the test finds no difference (p below 0.05/{ROWS} is needed). "
+        f"{counted[0].loss.n} seeds find a single difference of {floor[2]:.3f} nats with 80\u00a0% power. Rows are "
+        f"sorted by mean loss minus that of {BASELINE.upper()}. Time: over that of `{PLAIN}`."
     )
     rank = {row.name: i for i, row in enumerate(counted, 1)}
     columns = {"rank": lambda row: f"{rank[row.name]}", **{head: COUNTED[head] for head in SHOWN}}
@@ -286,26 +303,17 @@ def csv_line(e: Entry) -> dict[str, str]:
         "difference": wide and wide.mean, "low": wide and wide.low, "high": wide and wide.high,
         "low_95": of_95 and of_95.low, "high_95": of_95 and of_95.high, "loss": e.loss.mean,
         "best_rate": best_rate(e.means), "good_octaves": plateau(e.means, e.tried), "largest_logit": e.logit,
-        "update_time": update.get("median"), "update_low": update.get("low"), "update_high": update.get("high"),
-        "decode_time": decode.get("median"), "decode_low": decode.get("low"), "decode_high": decode.get("high"),
+        "update_time": update and update.mean,
+        "update_low": update and update.low, "update_high": update and update.high,
+        "decode_time": decode and decode.mean,
+        "decode_low": decode and decode.low, "decode_high": decode and decode.high,
         "parameters": e.parameters,
     }  # fmt: skip
     text = {"contestant": e.name, "status": e.status, "slot": e.slot, "verdict": e.verdict, "n": f"{e.loss.n}"}
     return text | {key: "" if x is None else f"{round(x, 6):.12g}" for key, x in numbers.items()} | dict(e.about)
 
 
-def times(ratio: Mapping[str, float]) -> str:
-    if "low" not in ratio:
-        return number(ratio.get("median"), ".2f")
-    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-
-
 def rates_figure(found: Sequence[Entry]) -> Figure:
-    title = "Validation loss by learning rate, mean over the grid's seeds; grey: rms; in the order of the board"
-    return Figure("rates", title, rates_chart(found), "")
-
-
-def rates_chart(found: Sequence[Entry]) -> Spec:
     """A panel for each contestant: its mean losses and, in grey, those of BASELINE. Losses far above are cut off."""
     lowest = min(min(e.means.values()) for e in found)
     ticks = sorted({rate for e in found for rate in e.means})
@@ -325,4 +333,5 @@ def rates_chart(found: Sequence[Entry]) -> Spec:
             line = marks("line", {"x": x, "y": y}, color=colour, clip=True, point=points)
             lines.append(line | {"data": {"values": rows}})
         panels.append({"layer": lines, "title": e.name, "width": 150, "height": 110})
-    return {"concat": panels, "columns": columns, "spacing": 24}
+    title = "Validation loss by learning rate, mean over the grid's seeds; grey: rms; in the order of the board"
+    return Figure("rates", title, {"concat": panels, "columns": columns, "spacing": 24}, "")
