@@ -25,6 +25,33 @@ PLAIN = {  # pickle's operations for dicts, lists, text and numbers: without tup
 }  # fmt: skip
 
 
+MOST_VALUES, MOST_LEVELS = 10**6, 100  # of a tuple
+
+
+def require_flat(content: bytes) -> None:
+    """Refuse a pickle with a tuple so deep, or so large as it holds others twice, that Python cannot hash it."""
+    stack: list[tuple[int, int] | None] = []  # values and levels of each object; None is a mark
+    memo: dict[int, tuple[int, int] | None] = {}
+    for operation, argument, _ in pickletools.genops(content):
+        name, held = operation.name, list[tuple[int, int]]()
+        require(name != "DUP", "holds DUP")
+        if name == "MEMOIZE" or name.endswith("PUT"):
+            memo[len(memo) if argument is None else int(argument)] = stack[-1]
+        elif name.endswith("GET"):
+            stack.append(memo[int(argument or 0)])
+        else:
+            for before in reversed(operation.stack_before):
+                while before is not pickletools.markobject and (top := stack.pop()) is not None:
+                    held.append(top)
+                    if before is not pickletools.stackslice:
+                        break
+            size = (1, 1)
+            if name.startswith(("TUPLE", "FROZENSET")):
+                size = (1 + sum(values for values, _ in held), 1 + max((levels for _, levels in held), default=0))
+            require(size[0] <= MOST_VALUES and size[1] <= MOST_LEVELS, "holds tuples within tuples without end")
+            stack += [None if after is pickletools.markobject else size for after in operation.stack_after]
+
+
 class PlainUnpickler(pickle.Unpickler):
     """Dicts, lists, text and numbers; nothing is imported or called."""
 

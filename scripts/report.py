@@ -46,12 +46,12 @@ def report(sweep: Sweep, out: Path, argv: Sequence[str]) -> None:
     for name, n in Counter(figure.name for figure in figures).items():
         require(n == 1, f"{n} figures would be {name}.svg: rename a part or a comparison")
     stored = {
-        "runs.csv": runs_csv(sweep).encode(),
+        "runs.csv": runs_csv(sweep).encode(errors="replace"),
         "curves.csv.gz": curves_csv(sweep),
-        "table.md": markdown(sweep.title, about, sections).encode(),
+        "table.md": markdown(sweep.title, about, sections).encode(errors="replace"),
     }
     drawn = {
-        "report.html": page(Content(sweep.title, done, about, sections)).encode(),
+        "report.html": page(Content(sweep.title, done, about, sections)).encode(errors="replace"),
         **{f"{figure.name}.svg": svg(figure) for figure in figures},
     }
     write_files(out, stored | drawn, provenance(sweep, stored, drawn, argv))
@@ -138,7 +138,7 @@ def write_run(path: Path, out: str | None) -> int:
     folder = expand(out) if out else path
     require(not folder.exists() or folder.is_dir(), f"out={out} is not a directory")
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "report.html", page(run_content(run)).encode())
+    write_atomic(folder / "report.html", page(run_content(run)).encode(errors="replace"))
     say(f"open {folder / 'report.html'}")
     return 0
 

@@ -18,7 +18,7 @@ from core.files import ANYWHERE, expand, file_sha256, read_json
 from core.schema import ConfigError, one_line, require, settings_of
 from data.corpora import probe_hub
 from data.hf_tokenizer import folder_tokenizer
-from data.nanogpt import read_meta
+from data.nanogpt import read_meta, require_flat
 from data.tokenizer import GPT2Tokenizer, Tokenizer, fetch_gpt2, from_dict
 from model.gpt import GPT
 from model.hf import gpt2_names, renamed, settings_from
@@ -181,7 +181,9 @@ def require_plain(file: Path) -> None:
     """Refuse what torch.save() does not write: a file of a few bytes may unpack to any size."""
     with zipfile.ZipFile(file) as parts:
         packed = [part.filename for part in parts.infolist() if part.compress_type != zipfile.ZIP_STORED]
-    require(not packed, f"{file.name} is compressed")
+        require(not packed, f"{file.name} is compressed")
+        for part in (part for part in parts.infolist() if part.filename.endswith("/data.pkl")):
+            require_flat(parts.read(part))
 
 
 def is_plain(value: Any) -> bool:

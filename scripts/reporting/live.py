@@ -61,7 +61,7 @@ class LivePage:
             content = self.content(name, now=not asked[2])
         if asked[2]:
             return "application/json", json.dumps(content.shown()).encode()
-        return "text/html; charset=utf-8", page(content, live=True).encode()
+        return "text/html; charset=utf-8", page(content, live=True).encode(errors="replace")
 
     def content(self, name: str, now: bool = True) -> Content:
         """Of the page of a run, or of what was asked for. now: else it is made again only so often that SHARE holds."""

@@ -225,4 +225,4 @@ def page(content: Content, live: bool = False) -> str:
 
 def packed(text: str) -> str:
     """gzip in base64, which the page's unpack() reads."""
-    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode(errors="replace"), mtime=0)).decode()
