@@ -123,16 +123,19 @@ def test_no_pickle_of_a_stranger_runs(nanogpt: Path, tmp_path: Path, monkeypatch
     (nanogpt / "meta.pkl").write_bytes(pickle.dumps({"itos": Evil()}))
     with pytest.raises(ConfigError, match=r"meta=nano/meta.pkl .*: holds (posix|os).system: only plain dicts"):
         read_origin("nano/ckpt.pt", "nano/meta.pkl")
-    twice = [
-        b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(60)
-    ]  # t = (t, t), as a key
-    for content, says in (
-        (b"\x80\x02})q\x00" + b"".join(twice) + b"K\x01s.", "holds EMPTY_TUPLE"),
-        (b"\x80\x02}r\x00\x00\x00\x08.", "numbers an object 134217728, in 9 bytes"),
-    ):
+    twice = b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(60))  # t = (t, t)
+    bomb, deep = (b"\x80\x02})" + of + b"K\x01s." for of in (b"q\x00" + twice, b"\x85" * 300_000))  # as a dict's key
+    sparse = b"\x80\x02}r\x00\x00\x00\x08."
+    for content, says in ((bomb, "holds EMPTY_TUPLE"), (sparse, "numbers an object 134217728, in 9 bytes")):
         (nanogpt / "meta.pkl").write_bytes(content)
         with pytest.raises(ConfigError, match=says):
             read_origin("nano/ckpt.pt", "nano/meta.pkl")
+    for content in (bomb, deep):
+        with zipfile.ZipFile(nanogpt / "ckpt.pt") as parts, zipfile.ZipFile(nanogpt / "bomb.pt", "w") as made:
+            for part in parts.infolist():
+                made.writestr(part.filename, content if part.filename.endswith("/data.pkl") else parts.read(part))
+        with pytest.raises(ConfigError, match="holds tuples within tuples without end"):
+            read_origin("nano/bomb.pt")
     torch.save({"model": Evil(), "model_args": {}}, nanogpt / "ckpt.pt")
     with pytest.raises(ConfigError, match=r"init_from=nano/ckpt.pt .* is not what nanoGPT writes: .*[wW]eights.only"):
         read_origin("nano/ckpt.pt")
