@@ -14,7 +14,7 @@ from typing import Any
 
 from core.files import file_sha256, parse_object, read_json, read_regular, unpacked
 from core.rundir import TEXTS, mistyped
-from core.schema import ConfigError, one_line, require, show
+from core.schema import ConfigError, require, show
 from scripts.reporting.runs import NUMBER_KINDS, NUMBERS, Curve, Run, Sweep
 from sweeps.definition import check_sweep
 from sweeps.status import FINAL, State
@@ -82,10 +82,8 @@ def read_stored(folder: Path, name: str) -> Sweep:
         curves = read_curves(folder / "curves.csv.gz")
         for n, row in enumerate(rows_of(read_regular(folder / "runs.csv"))):
             sweep.runs.append(read_row(row, measured, about["config"], curves.get(n, {})))
-    except ConfigError:
-        raise
     except Exception as error:  # whatever files meet that somebody has edited
-        raise ConfigError(f"from={folder} cannot be read: {one_line(error)}") from error
+        raise ConfigError(f"from={folder} cannot be read: {' '.join(str(error).split())[:300]}") from error
     require(len(sweep.runs) > 0, f"from={folder} holds no run")
     return sweep
 
