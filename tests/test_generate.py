@@ -197,3 +197,26 @@ def test_on_a_cpu_keys_and_values_are_cached_in_fp32(layout: str, monkeypatch: p
     list(generate(model, random_tokens(2, 3), 4, dtype=torch.bfloat16))
     held = {t.dtype for cache in made[0] for t in vars(cache).values() if t is not None}
     assert held == {torch.float32 if layout == "gqa" else torch.bfloat16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_cast_once_and_anew_for_the_next_text(tied: bool) -> None:
+    network = build(tiny_config(tied=tied), dtype=torch.float32)
+    prompt = random_tokens(1, 4)
+
+    def decoded(n: int) -> tuple[list[int], int]:
+        """The tokens, and how many matrices were cast: weights have two dimensions, activations three."""
+        with torch.profiler.profile(record_shapes=True) as profile:
+            tokens = [int(token) for token in generate(network, prompt, n, temperature=0, dtype=torch.bfloat16)]
+        casts = [e for e in profile.events() or [] if e.name == "aten::_to_copy" and len(e.input_shapes[0]) == 2]
+        return tokens, len(casts)
+
+    tokens, few = decoded(2)
+    _, many = decoded(8)
+    n_weights = sum(isinstance(module, torch.nn.Linear) for module in network.modules()) + tied
+    assert few == many == n_weights
+    with torch.no_grad():  # stale weights would not notice
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+    assert decoded(2)[0] != tokens

@@ -80,7 +80,7 @@ def test_last_only_gives_the_last_positions_logits() -> None:
     torch.testing.assert_close(model(idx, last_only=True)[0], model(idx)[0][:, -1:])
 
 
-def test_every_parameter_is_initialised_from_the_seed(qk_norm: QKNormOptions) -> None:
+def test_every_parameter_is_initialised_from_the_seed_and_trained(qk_norm: QKNormOptions) -> None:
     config = tiny_config(qk_norm, bias=True)
     models = [GPT(config.gpt, V) for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):
@@ -88,6 +88,9 @@ def test_every_parameter_is_initialised_from_the_seed(qk_norm: QKNormOptions) ->
     states = [model.state_dict() for model in models]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not torch.equal(states[0]["transformer.wte.weight"], states[2]["transformer.wte.weight"])
+    models[0](random_tokens(4, 16), random_tokens(4, 16, seed=3))[1].backward()
+    for name, p in models[0].named_parameters():
+        assert p.grad is not None and p.grad.abs().sum() > 0, name
 
 
 @pytest.mark.parametrize("layout, name", PAIRS)
@@ -164,6 +167,14 @@ def test_lp_norm_is_x_over_its_p_norm_whatever_the_length_of_x(p: Any) -> None:
     torch.testing.assert_close(norm(x), x / size, rtol=1e-12, atol=0)
     for factor in (1e-20, -1e-3, 1e25):
         torch.testing.assert_close(norm(x * factor), math.copysign(1, factor) * norm(x), rtol=1e-12, atol=0)
+
+
+@each_p
+def test_the_gradient_of_an_lp_norm_is_orthogonal_to_x(p: Any) -> None:
+    norm, x = lp_norm(p, 32, 3), heads(2, 3, 7, 32).requires_grad_()
+    (gradient,) = torch.autograd.grad((norm(x) * heads(2, 3, 7, 32, seed=1)).sum(), x)
+    assert (gradient.abs().sum(-1) > 0).all()
+    torch.testing.assert_close((gradient * x).sum(-1), torch.zeros(2, 3, 7).double(), rtol=0, atol=1e-12)
 
 
 @each_p

@@ -1,13 +1,14 @@
 """GroupedQueryAttention in all its dimensions, the GQA paper's topic, against a plain loop in float64.
 
 n heads, k key and value heads, d channels a head, s positions, in batches; odd sizes, k = 1 (multi-query) and k = n
-(multi-head), inputs that are not contiguous, with and without a cache; values and gradients.
+(multi-head), inputs that are not contiguous, with and without a cache, eager and compiled; values and gradients.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from conftest import QK_NORM_VARIANTS
 from hypothesis import given, settings
@@ -184,4 +185,27 @@ def test_attention_with_a_cache_filled_in_any_steps_is_the_plain_loop(case: Case
         n = data.draw(st.integers(1, case.s - pos))
         parts.append(attn(x[:, pos : pos + n], case.tables, cache, pos))
         pos += n
+    assert_is_the_loop(torch.cat(parts, 1), case, attn, x)
+
+
+COMPILED = {
+    "gqa": Case(n=6, k=3, d=4, s=7, norm="rms"),
+    "multi_query": Case(n=3, k=1, d=5, s=9, norm="layernorm", rope=False, bias=True, layout="transposed"),
+    "multi_head": Case(n=5, k=5, d=3, s=1, batch=1, norm="lp3", rope=False, layout="strided"),
+}
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_attention_is_the_plain_loop_with_and_without_a_cache(name: str) -> None:
+    """One graph each, without PyTorch's code generator, which test_qk_clip.py compares with eager code."""
+    torch._dynamo.reset()
+    case = COMPILED[name]
+    attn, x = case.module(), case.input()
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+    assert_is_the_loop(compiled(x, case.tables), case, attn, x)
+    cache, first = attn.new_cache(case.batch, case.s, torch.float64), case.s // 2
+    chunks = [(0, first), (first, case.s)] if first else [(0, case.s)]
+    parts = [compiled(x[:, start:end], case.tables, cache, start) for start, end in chunks]
     assert_is_the_loop(torch.cat(parts, 1), case, attn, x)
