@@ -77,6 +77,13 @@ class BeforeItExisted:
 
 
 @dataclass(frozen=True)
+class DefaultWas:
+    """The default before the one of today. What was begun with it goes on where it is named."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
 class Variants:
     """The classes that a group can be, by name; `says` has the help of each where its docstring does not."""
 
@@ -295,6 +302,21 @@ def deciding(settings: Any, prefix: str = "") -> dict[str, Any]:
             continue
         flat |= deciding(value, f"{prefix}{name}.") if is_dataclass(value) else flatten({prefix + name: value})
     return flat
+
+
+def with_earlier_defaults(settings: Any, old: Any = None) -> tuple[Any, list[str]]:
+    """A copy in which each setting at its default has the earlier one (DefaultWas), and the words that name these, as
+    ["optim.beta=0.9"]. old: other settings; only what they have at the earlier default is changed."""
+    changed, words = {}, []
+    for name, setting in declared(type(settings)).items():
+        value, was, before = getattr(settings, name), setting.one(DefaultWas), getattr(old, name, None)
+        if was is not None and value == setting.default and (old is None or before == was.value):
+            changed[name] = was.value
+            words.append(f"{name}={show(was.value)}")
+        elif is_dataclass(value):
+            changed[name], of_group = with_earlier_defaults(value, before)
+            words += [f"{name}.{word}" for word in of_group]
+    return dataclasses.replace(settings, **changed), words
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

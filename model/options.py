@@ -12,6 +12,7 @@ from core.schema import (
     AtLeast,
     BeforeItExisted,
     Between,
+    DefaultWas,
     Help,
     Rule,
     declared,
@@ -175,6 +176,7 @@ class LpNormOptions(QKNormOptions):
     alpha_init: Annotated[
         float | Literal["henry", "sqrt_d", "matched"],
         Rule(lambda a: isinstance(a, str) or 1e-6 <= a <= 1e6, "must be in [1e-6, 1e6], or henry, sqrt_d, matched"),
+        DefaultWas("sqrt_d"),
         Help("a number; henry: log2(L^2 - L); sqrt_d; matched: sqrt_d's logit spread for every p"),
     ] = "matched"
     alpha_per: Annotated[Literal["layer", "head"], Help("one alpha a layer, or a head")] = "layer"

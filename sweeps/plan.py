@@ -20,7 +20,7 @@ from core import cli
 from core.files import FileLock, is_intact, parse_object, read_json, read_regular, sealed, write_atomic, write_json
 from core.git import commit, short, uncommitted
 from core.process import say
-from core.schema import ConfigError, convert, differences, flatten, require, show
+from core.schema import ConfigError, convert, differences, flatten, require, show, with_earlier_defaults
 from sweeps.definition import Definition, Part, check_sweep, part_and_name, plain
 from training.config import TrainConfig, load_config, stored_config
 
@@ -246,8 +246,12 @@ def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[Pl
             changed = "" if other is run else changes(other.config, run.config)
             if other.id != run.id or changed:
                 there = point if plain(point) in map(plain, other.points) else other.points[0]
-                told = f"holds {there} with other settings: {changed}; use another sweep_dir"
-                raise ConfigError(f"sweep_dir={sweep_dir} {told}")
+                earlier, words = with_earlier_defaults(run.config, other.config)
+                advice = "use another sweep_dir"
+                if words and not changes(other.config, earlier):
+                    begun = f"add {' '.join(words)}, the default when it was planned"
+                    advice = f"{begun}, to the command or to the point's words, else {advice}"
+                raise ConfigError(f"sweep_dir={sweep_dir} holds {there} with other settings: {changed}; {advice}")
         known = merged.setdefault(run.id, run)
         names = {plain(point) for point in known.points}
         merged[run.id] = replace(known, points=[*known.points, *(p for p in run.points if plain(p) not in names)])

@@ -125,17 +125,33 @@ def test_a_finished_sweep_that_is_launched_again_trains_nothing(old: Path, forke
 ADDED = "qk_norm.alpha_init=sqrt_d"  # the default of the earlier commit
 
 
-def test_a_run_and_a_sweep_of_the_earlier_default_name_what_has_changed(old: Path, forked: Program) -> None:
+def test_a_run_and_a_sweep_of_the_earlier_default_name_the_word_to_add(old: Path, forked: Program) -> None:
     grid = old / "grid.yaml"
     grid.write_text(grid.read_text().replace(f"{ADDED}, ", ""))
     words = (old / "gqa.txt").read_text().replace(ADDED, "").split()
     before = contents(old)
     sweep = ["sweep=grid.yaml", "sweep_dir=sweep", "launcher.workers=1", "launcher.threads=1"]
-    for command in (["train.py", *words, "out_dir=gqa"], ["sweeps/launch.py", *sweep]):
+    for command, was in (
+        (["train.py", *words, "out_dir=gqa"], "begun"),
+        (["train.py", *words, "out_dir=gqa_stopped"], "begun"),
+        (["sweeps/launch.py", *sweep], "planned"),
+    ):
         refused = forked(*command, status=2).stderr
-        assert refused.count("\n") == 1 and "qk_norm.alpha_init sqrt_d -> matched; " in refused
+        assert refused.count("\n") == 1 and f"; add {ADDED}, the default when it was {was}, " in refused
     assert contents(old) == before
     assert "4 runs (4 done)" in forked("sweeps/launch.py", *sweep, ADDED).stdout
+
+
+def test_a_directory_that_the_earlier_default_named_is_told_of_once(old: Path, forked: Program) -> None:
+    name = "runs/baby_gpt-mha-lp_p2_sqrt_d-constant-text-fold0-s1337-640a118a"
+    shutil.copytree(old / "sweep" / Path(name).name, old / name, symlinks=True)
+    shown = re.search(r"overrides: \[(.*?)\]", (old / "grid.yaml").read_text(), re.DOTALL)
+    assert shown is not None
+    words = [word for word in shown[1].replace(",", " ").split() if word != ADDED] + ["data.fold=0"]
+    note = f"note: {name} was begun when {ADDED} was the default: add it to go on there\n"
+    said = [forked("train.py", *of).stdout for of in ([*words, ADDED], words, words)]
+    assert f"{name} is done" in said[0] and [text.count(note) for text in said] == [0, 1, 0]
+    assert said[1].count("note: ") == 1
 
 
 def test_an_audit_finds_the_same(old: Path, forked: Program) -> None:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -259,6 +260,18 @@ def test_every_differing_setting_is_named(path: Path) -> None:
     }
     assert snapshot(path) == before and not is_open(path)
     assert differences({"a": True, "b": None}, {"b": None, "c": 1.5}) == ["a true -> unset", "c unset -> 1.5"]
+
+
+def test_a_run_of_an_earlier_default_is_told_what_to_add(path: Path) -> None:
+    leave(path, "stopped", 7, qk_norm=LpNormOptions(p=3.0, alpha_init="sqrt_d"))
+    change, other = "qk_norm.alpha_init sqrt_d -> {}; ", "use another out_dir or fresh=true"
+    added = "add qk_norm.alpha_init=sqrt_d, the default when it was begun, else "
+    with pytest.raises(ConfigError, match=re.escape(change.format("matched") + added + other)):
+        opened(path, qk_norm=LpNormOptions(p=3.0))
+    with pytest.raises(ConfigError, match=re.escape(change.format("henry") + other)):
+        opened(path, qk_norm=LpNormOptions(p=3.0, alpha_init="henry"))
+    with pytest.raises(ConfigError, match=re.escape(change.format("matched") + other)):  # it would not be enough
+        opened(path, qk_norm=LpNormOptions(p=3.0), seed=2)
 
 
 def test_a_run_that_decays_to_its_end_is_told_how_to_train_on(path: Path) -> None:

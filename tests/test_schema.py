@@ -12,7 +12,7 @@ from conftest import ROOT, Program
 from core import schema
 from core.cli import read_value, run_script
 from core.help import help_text
-from core.schema import FREE, AtLeast, ConfigError, Help, Loads, Variants, options, settings_of
+from core.schema import FREE, AtLeast, ConfigError, DefaultWas, Help, Loads, Variants, options, settings_of
 from sample import SampleConfig
 from training.config import load_config
 
@@ -32,7 +32,7 @@ class Ring(Circle):
     """A circle with a hole"""
 
     name: str = "ring"
-    hole: Annotated[float | Literal["half"], Help("its radius, or half")] = "half"
+    hole: Annotated[float | Literal["half"], DefaultWas(0.5), Help("its radius, or half")] = "half"
 
     def check(self) -> None:
         schema.require(
@@ -44,7 +44,7 @@ class Ring(Circle):
 class Drawing:
     title: Annotated[str, schema.NOT_EMPTY, Help("above it")] = schema.REQUIRED
     files: Annotated[tuple[str, ...], FREE, Loads(LOADED.append, asked=LOADED.append), Help("read first")] = ()
-    copies: Annotated[int, AtLeast(1), Help("sheets")] = 1
+    copies: Annotated[int, AtLeast(1), DefaultWas(3), Help("sheets")] = 1
     size: Annotated[tuple[float, float], Help("width and height")] = (2.0, 3.0)
     grey: Annotated[float | None, schema.Between(0, 1, "[)"), schema.BeforeItExisted(None), Help("null: none")] = None
     paper: Annotated[Literal["thin", "thick"], FREE, Help("of the sheets")] = "thin"
@@ -115,6 +115,15 @@ def test_what_decides_the_numbers_leaves_out_free_settings_and_what_others_were_
         "title": "A", "copies": 1, "size": [2.0, 3.0], "shape.name": "circle", "shape.radius": 1.0,
     }  # fmt: skip
     assert schema.deciding(Drawing("A", grey=0.5))["grey"] == 0.5
+
+
+def test_earlier_defaults_replace_todays_and_the_words_name_them() -> None:
+    drawing, earlier = load(shape={"name": "ring"}), Drawing("A", copies=3, shape=Ring(hole=0.5))
+    assert schema.with_earlier_defaults(drawing) == (earlier, ["copies=3", "shape.hole=0.5"])
+    only_copies = schema.with_earlier_defaults(drawing, Drawing("B", copies=3, shape=Ring(radius=2.0)))
+    assert only_copies == (Drawing("A", copies=3, shape=Ring()), ["copies=3"])
+    given = load(copies=2, shape={"name": "ring", "hole": 0.1})
+    assert schema.with_earlier_defaults(given) == (given, [])
 
 
 def test_a_setting_that_loads_is_converted_first_wherever_it_stands_in_the_source() -> None:

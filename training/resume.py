@@ -10,9 +10,9 @@ from core import checkpoint, dist, rundir
 from core.dist import World
 from core.files import file_sha256, is_intact
 from core.plugins import changed_plugins
-from core.process import EXIT_DIVERGED
+from core.process import EXIT_DIVERGED, say
 from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, read_status, read_summary
-from core.schema import ConfigError, differences, require
+from core.schema import ConfigError, differences, require, with_earlier_defaults
 from training.config import DecayOptions, TrainConfig, load_config, to_yaml
 from training.session import Machine, Session, read_corpus
 from training.state import RunState
@@ -31,6 +31,9 @@ def refusal(config: TrainConfig, old: Any) -> str:
     """What differs from `old`, an older config.yaml's content, and what to do; "" if nothing that decides does."""
     before, advice = load_config(old), "use another out_dir or fresh=true"
     changes = differences(labelled_trajectory(before), labelled_trajectory(config))
+    earlier, words = with_earlier_defaults(config, before)
+    if words and labelled_trajectory(earlier) == labelled_trajectory(before):
+        advice = f"add {' '.join(words)}, the default when it was begun, else {advice}"
     if isinstance(before.schedule, DecayOptions) and isinstance(config.schedule, DecayOptions):
         end = before.schedule.decay_end(before.max_iters)
         longer = replace(config, schedule=replace(config.schedule, lr_decay_iters=end))
@@ -48,11 +51,22 @@ def labelled_trajectory(config: TrainConfig) -> dict[str, Any]:
     return {shown_as.get(key, key): value for key, value in config.trajectory.items()}
 
 
+def say_if_begun_before(config: TrainConfig) -> None:
+    """Say where the same command has begun a run with a default that has changed since: its directory has another
+    name."""
+    earlier, words = with_earlier_defaults(config)
+    if earlier.run_dir.exists() and not config.run_dir.exists():
+        added = " ".join(words)
+        say(f"note: {earlier.run_dir} was begun when {added} was the default: add it to go on there")
+
+
 def look(config: TrainConfig, world: World) -> bool:
     """Whether the run that `config` describes is at its end. Writes nothing.
 
     Raises: ConfigError, on every rank, where open_run_dir() would.
     """
+    if world.rank == 0:
+        say_if_begun_before(config)
     return said_by_rank_0(world, lambda: rundir.look(run_request(config)))
 
 
