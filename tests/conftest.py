@@ -20,7 +20,8 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: equal sums in this process and in the ones it starts
 os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
-os.environ["XDG_CONFIG_HOME"] = mkdtemp(prefix="nanoqk-tests-")  # no test reads or writes the user's own
+FOLDER = mkdtemp(prefix="nanoqk-tests-")  # until pytest ends, whatever a test does to TMPDIR
+os.environ["XDG_CONFIG_HOME"] = FOLDER  # no test reads or writes the user's own
 with suppress(OSError):  # no such folder
     memory = os.statvfs("/dev/shm")
     if memory.f_bavail * memory.f_frsize > 4 * 2**30 and not memory.f_flag & os.ST_NOEXEC:
@@ -67,7 +68,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
+    shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,13 +4,10 @@ on_fake_cuda("module.function") runs a function of a test file in a process of i
 before PyTorch. There `fake_cuda()` is the context in which device=cuda works.
 """
 
-import atexit
 import contextlib
 import functools
 import os
-import shutil
 import subprocess
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +16,7 @@ from typing import Any, Self
 
 import pytest
 import torch
-from conftest import ROOT, run_python
+from conftest import FOLDER, ROOT, run_python
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -39,9 +36,7 @@ QUEUE: dict[str, Callable[..., None]] = {"wait_stream": lambda stream: None, "re
 @functools.cache
 def library() -> Path:
     """The compiled device, for this process and those that it starts."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder)
-    source, result, here = HERE / "fake_cuda.cpp", folder / "fake_cuda.so", Path(torch.__file__).parent
+    source, result, here = HERE / "fake_cuda.cpp", Path(FOLDER, "fake_cuda.so"), Path(torch.__file__).parent
     flags = ["-std=c++20", "-fPIC", "-shared", f"-I{here / 'include'}", f"-L{here / 'lib'}"]
     links = ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{here / 'lib'}"]
     subprocess.run([os.environ.get("CXX") or "g++", *flags, source, "-o", result, *links], check=True)
