@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from core.files import cache_folder, expand, file_sha256, parse_object, read_json, write_json
+from core.files import WHOLE_BYTES, cache_folder, expand, file_sha256, parse_object, read_json, write_json
 from core.schema import ConfigError, require, show
 from data.corpora import data_folders, read_bytes
 from data.options import FineWebOptions
@@ -61,7 +61,7 @@ def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
     """SHA-256 of the index, the tokenizer, all tokens, and the number of training tokens, which come first. Raises:
     ConfigError where the shards are absent, unfinished, or differ from their index."""
     folder = find_shards(config)
-    raw = read_bytes(folder / INDEX, str(folder / INDEX))
+    raw = read_bytes(folder / INDEX, str(folder / INDEX), WHOLE_BYTES)
     index = parse_index(folder, raw)
     arrays = []
     for shard in (shard for split in SPLITS for shard in index[split]["shards"]):
@@ -140,6 +140,6 @@ def parse_index(folder: Path, raw: bytes) -> dict[str, Any]:
 
 def read_tokenizer(file: Path) -> Tokenizer:
     try:
-        return from_dict(parse_object(read_bytes(file, str(file))))
+        return from_dict(parse_object(read_bytes(file, str(file), WHOLE_BYTES)))
     except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
         raise ConfigError(f"{file} is not a tokenizer: {error}") from error

@@ -126,6 +126,7 @@ class BPETokenizer(Tokenizer):
 
     def __init__(self, learnt: list[bytes], has_separator: bool = False) -> None:
         assert len(set(learnt)) == len(learnt) and {token for token in learnt if len(token) == 1} == set(BYTES)
+        assert max(map(len, learnt)) <= LONGEST
         self.learnt = learnt
         self.separator = len(learnt) if has_separator else None
         self.pieces = [*learnt, SEPARATOR.encode()] if has_separator else learnt
@@ -177,6 +178,7 @@ PRE_TOKENS = (  # the pattern of GPT-2's pre-tokens, as tiktoken writes it
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 )
 PART_CHARS = 2**19  # a thread encodes about this many characters at a time
+LONGEST = 2**16  # bytes of a token; learnt ones have at most LEARNT_CHARS, those of others may hold up every start
 LEARNT_CHARS = 2**13  # longer pre-tokens are cut where merges are learnt, as learning is quadratic in their length
 
 # GPT-2's files write each byte as a printable character: itself, or one from U+0100 on.

@@ -138,7 +138,7 @@ def make(asked: TrackOptions) -> int:
 
 def write_board(folder: Path, sweep: Definition) -> None:
     page, found = folder / "README.md", track.rows(folder)
-    text = page.read_text(encoding="utf-8") if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}\n"
+    text = read_regular(page).decode() if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}\n"
     made = {
         page: with_block(text, BEGIN, END, f"\n{track.board(found)}\n"),
         folder / "board.csv": track.board_csv(found),

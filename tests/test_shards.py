@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,6 +51,11 @@ def edited(change: str) -> Callable[[Path], None]:
     return edit
 
 
+def long_token(file: Path) -> None:
+    tokenizer = json.loads(file.read_text())
+    file.write_text(json.dumps({**tokenizer, "tokens": f"{tokenizer['tokens']} {'a' * 10**6}"}))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "moved tokens": (edited("index['train']['tokens'] += 5; index['val']['tokens'] -= 5"), "contradicts itself"),
     "moved shard": (edited("index['val']['shards'].append(index['train']['shards'].pop())"), "contradicts itself"),
@@ -64,6 +70,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "vocabulary": (edited("index['vocab_size'] = 3"), "holds token [0-9]+, its tokenizer has 3"),
     "path": (edited("shard['file'] = '../train_000000.bin'"), "contradicts itself"),
     "format": (edited("index['format'] = [1]"), "has format"),
+    "endless index": (lambda folder: os.truncate(folder / "index.json", 2**27), "has more than 67,108,864 bytes"),
+    "endless tokenizer": (lambda folder: os.truncate(folder / "tokenizer.json", 2**27), "has more than"),
+    "long token": (lambda folder: long_token(folder / "tokenizer.json"), "is not a tokenizer"),
     "flipped bit": (lambda folder: flip(folder / "train_000000.bin", 0), "another SHA-256"),
 }
 
