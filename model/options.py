@@ -83,7 +83,7 @@ class VariantOptions:
 class AttentionOptions(VariantOptions):
     """The base of attention layouts. One of your own, of this or another slot: register() of core/plugins.py."""
 
-    slot = Slot("model.gpt:CausalAttention", "model.gpt")
+    slot = Slot("model.gpt:CausalAttention", "model.variants")
 
 
 @options
@@ -122,6 +122,13 @@ class GQAOptions(MHAOptions):
     @property
     def label(self) -> str:
         return f"{self.name}{self.n_kv_head}"
+
+
+@options
+class SoftpickOptions(MHAOptions):
+    """Multi-head attention with softpick instead of the softmax: relu(e^l - 1) / sum |e^l - 1|"""
+
+    name: str = "softpick"
 
 
 @options
@@ -416,7 +423,7 @@ class GPTConfig:
 
 
 for ours in (
-    MHAOptions, GQAOptions, MLAOptions,
+    MHAOptions, GQAOptions, SoftpickOptions, MLAOptions,
     NoNormOptions, LpNormOptions, RMSNormOptions, LayerNormOptions,
     ScaledRMSNormOptions, WholeRMSNormOptions, NGPTNormOptions,
     LogitsOptions, SoftcapOptions, SSMaxOptions, GainOptions,

@@ -20,8 +20,7 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: equal sums in this process and in the ones it starts
 os.environ["WANDB_MODE"] = "disabled"  # the tests of W&B say otherwise
-FOLDER = mkdtemp(prefix="nanoqk-tests-")  # until pytest ends, whatever a test does to TMPDIR
-os.environ["XDG_CONFIG_HOME"] = FOLDER  # no test reads or writes the user's own
+os.environ["XDG_CONFIG_HOME"] = mkdtemp(prefix="nanoqk-tests-")  # no test reads or writes the user's own
 with suppress(OSError):  # no such folder
     memory = os.statvfs("/dev/shm")
     if memory.f_bavail * memory.f_frsize > 4 * 2**30 and not memory.f_flag & os.ST_NOEXEC:
@@ -45,6 +44,7 @@ from training.config import OptimizerOptions, ScheduleOptions, TrainConfig
 __all__ = ["folder", "outcome", "parquet", "shards"]  # fixtures of every test file
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDER = os.environ["XDG_CONFIG_HOME"]  # until pytest ends, whatever a test does to TMPDIR
 Program = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `program` gives
 CACHE = cache_folder().parent  # for $XDG_CACHE_HOME: programs then need not compile the kernels
 

@@ -68,6 +68,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {  # groups of settings beside the layo
         "qk_norm": options.ScaledRMSNormOptions(gain=1.0), "softmax": options.SinkOptions(),
         "output": options.OutputNormOptions(gain=False),
     },
+    "softpick": {"attention": options.SoftpickOptions()},
     "sigma_reparam": {"weights": options.SigmaReparamOptions()},
     "quack": {"weights": options.QuackOptions()},
     "softcap+rms": {"logits": options.SoftcapOptions(cap=1.0), "qk_norm": options.RMSNormOptions()},
@@ -88,11 +89,13 @@ def refused(layout: str, name: str) -> bool:
     """Whether the config refuses a contestant with a layout."""
     unified = layout == "mla_unified" and (name == "rms_whole" or "qk_norm" not in CONTESTANTS[name])
     reads_values = getattr(CONTESTANTS[name].get("output"), "name", "") in ("value_norm", "xsa", "affine")
-    return unified or (reads_values and layout.startswith("mla"))
+    return unified or (reads_values and layout.startswith("mla")) or (name == "softpick" and layout != "mha")
 
 
 ALL_ENTRIES = [*PAIRS, *((a, n) for a in LAYOUTS for n in CONTESTANTS if not refused(a, n))]
-SOME = {"mha": ("rms_whole", "ngpt", "all"), "mqa": ("rms_whole",), "mla_q_rank": ("quack", "all")}  # of CONTESTANTS
+SOME = {  # of CONTESTANTS
+    "mha": ("rms_whole", "ngpt", "softpick", "all"), "mqa": ("rms_whole",), "mla_q_rank": ("quack", "all"),
+}  # fmt: skip
 ENTRIES = [(a, n) for a, n in ALL_ENTRIES if FULL or n in NORMS or n in SOME.get(a, CONTESTANTS)]
 
 
@@ -101,13 +104,14 @@ def config_of(attention: str | AttentionOptions, qk_norm: str | QKNormOptions, *
 
     qk_norm: options, or a name of NORMS or CONTESTANTS.
     """
-    attention = LAYOUTS[attention] if isinstance(attention, str) else attention
+    layout = LAYOUTS[attention] if isinstance(attention, str) else attention
     of_name = {**{name: {"qk_norm": norm} for name, norm in NORMS.items()}, **CONTESTANTS}
-    chosen = of_name[qk_norm] if isinstance(qk_norm, str) else {"qk_norm": qk_norm}
+    chosen: dict[str, Any] = {**of_name[qk_norm]} if isinstance(qk_norm, str) else {"qk_norm": qk_norm}
+    layout = chosen.pop("attention", layout)
     settings = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.0, **settings}
-    if type(attention) is not options.MHAOptions:
+    if type(layout) is not options.MHAOptions:
         settings = {"norm": "rmsnorm", "position": "rope", "rope_theta": 100.0, **settings}
-    config = TrainConfig(model=options.ModelOptions(**settings), attention=attention, **chosen)
+    config = TrainConfig(model=options.ModelOptions(**settings), attention=layout, **chosen)
     validate(config)
     return config
 
