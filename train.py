@@ -3,7 +3,7 @@
 Stop a run at any moment, and start it again with the same command: on the same kind of machine and PyTorch it ends with
 the same numbers. On CUDA this needs deterministic=true.
 """
-# run() looks and sets up, train() is the loop, finish() ends a run.
+# State: training/state.py, run.py. Metrics: training/metrics.py. Optimizers: training/optim.py. Norms: model/slots.py
 
 import math
 import signal
@@ -26,7 +26,7 @@ from training.estimate import dry_run
 from training.evaluate import diagnosed_batch, sample_within_budget, sampled_losses, spike_score, validation_loss
 from training.init_from import load_initial_weights, with_init_sha256
 from training.meter import Diverged
-from training.progress import closing_rows, in_words, show_progress
+from training.progress import closing_rows, line_in_words, show_progress
 from training.qk_clip import qk_clip
 from training.resume import look, open_run_dir, resume, say_how_it_ended
 from training.run import Run, begin
@@ -56,15 +56,16 @@ def run(config: TrainConfig) -> int:
         return dry_run(config)
     machine = set_up_machine(config)
     dist.init(machine.world, machine.device)
-    if look(config, machine.world) and not config.eval_only:  # refuses a run in use, or of other settings
+    at_end = look(config, machine.world)  # before a model is built. Refuses a run in use, or of other settings
+    if at_end and not config.eval_only:
         with open_run_dir(config, machine.world) as run_dir:
             if run_dir.finished:
                 return say_how_it_ended(config, machine, run_dir)
     session = setup(config, machine)
     session.join_ranks()
     warnings = start_up_checks(session)  # before init_from: they expect the loss of random weights
-    warnings += load_initial_weights(config, session.model, session.data.corpus)  # none where there is a checkpoint
-    with open_run_dir(config, machine.world) as run_dir:  # looks again: another process may have trained it
+    warnings += load_initial_weights(config, session.model, session.data.corpus)  # not where it has a checkpoint
+    with open_run_dir(config, machine.world) as run_dir:  # looks again: another process may have had it
         if run_dir.finished and not config.eval_only:
             return say_how_it_ended(config, machine, run_dir)
         saved = resume(session, run_dir)
@@ -75,7 +76,7 @@ def run(config: TrainConfig) -> int:
         if config.eval_only:
             if saved is None:
                 raise ConfigError(f"eval_only=true needs a checkpoint in {run_dir.path}")
-            run_dir.log(in_words({"iter": saved.step, **validation_loss(session), **sampled_losses(session)}))
+            run_dir.log(line_in_words({"iter": saved.step, **validation_loss(session), **sampled_losses(session)}))
             return 0
         return train_to_the_end(begin(session, run_dir, saved, warnings))
 
@@ -91,27 +92,26 @@ def train_to_the_end(run: Run) -> int:
             run.dir.log(f"first value that is not finite: {'; '.join(found)}")
             status = finish(run, end.line, f"{end.reason} at iteration {end.step}")
         except Exception as error:
-            if not received.explains(error):
+            if not received.explains(error):  # the signal also ends compilers and other ranks, which is an error here
                 raise
-            drop_compilations()
+            drop_compilations()  # else the exit waits for them. No barrier: another rank may be gone
             return record_stop(run, received.signal, f"amid {one_line(error, 100)}; what was saved last stays")
         else:
-            if line["iter"] < run.session.config.max_iters:  # stopped
+            if line["iter"] < run.session.config.max_iters:  # stopped: the line has "iter" alone
                 number = received.signal or signal.SIGTERM  # 0 where another rank got one
                 status = record_stop(run, number, f"at iteration {line['iter']}, everything is saved")
             else:
                 status = finish(run, line)
         dist.barrier()  # rank 0 saves: torchrun ends the others soon after the first has gone
-    return 128 + received.signal if received.signal else status
+    return 128 + received.signal if received.signal else status  # a signal counts, however the run ended
 
 
 def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
     """Make the updates up to max_iters, or until the ranks agree to stop. Returns the metrics of the last iteration: of
-    a stop its number alone. Raises: Diverged."""
+    a stop "iter" alone. Raises: Diverged."""
     session, meter, lowest = run.session, run.meter, run.lowest
     config, machine, model = session.config, session.machine, session.model
-    # 1 once an update was not finite: the weights stay until it is read
-    frozen = torch.zeros((), device=machine.device)
+    frozen = torch.zeros((), device=machine.device)  # 1 from the first update on that is not finite: no weight moves
     steps = range(run.start, config.max_iters + 1)  # + 1: the last pass only evaluates and saves
     batch_ids = ((step, micro_step) for step in steps[:-1] for micro_step in session.micro_steps)
     with (
@@ -130,7 +130,7 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
             evaluates = last or (due and not ends)  # a stop saves at once: what is due is evaluated after a resume
             if evaluates:
                 line |= evaluate(run, step)
-                lowest.update(step, line["val/loss"], extra=not due)  # extra: only because the run ends here
+                lowest.update(step, line["val/loss"], extra=not due)  # extra: a longer run lacks it, so its best stays
             if lowest.step == step or ends or (step % config.checkpoint_interval == 0 and step > run.start):
                 run.save(line, due)
             if ends:
@@ -144,7 +144,7 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
             set_learning_rate(session.optimizer, line["lr"])
             loss = accumulate_gradients(session.forward, train_batches, len(session.micro_steps), machine)
             norm, frozen = step_optimizer(session, loss, frozen)  # clips, steps, drops the gradients
-            maxima = qk_clip(model.attentions, config.qk_clip, frozen)  # largest logits before it, (n_layer, n_head)
+            maxima = qk_clip(model.attentions, config.qk_clip, frozen)  # (n_layer, n_head) largest logits; or None
             meter.add(step, loss, norm, maxima)
             bar.update()
             stop.agree()  # all ranks stop after the same update, two later than the signal where there are several
@@ -153,7 +153,7 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
             # saves, so that nothing is saved after an update that was not finite.
             logs = evaluates or step % config.log_interval == 0
             if logs or stop.agreed or evaluates_or_saves(step + 1, config):
-                line |= meter.read(line)
+                line |= meter.read(line)  # Diverged shows the line
             if logs:
                 line |= update_ratios(model, old_weights) | meter.take_interval()
                 run.dir.record.write(line)
@@ -168,7 +168,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
     """
     session = run.session
     losses: dict[str, Any] = validation_loss(session) | sampled_losses(session)
-    run.dir.log(in_words({"iter": step, **losses}))
+    run.dir.log(line_in_words({"iter": step, **losses}))
     values = diagnose(session.model, diagnosed_batch(session))
     run.dir.record.write_diagnostics({"iter": step, **values})
     shown = {key: value for key, value in values.items() if "/layer_" not in key}

@@ -668,7 +668,7 @@ class GPT(nn.Module):
             assert m.rope_theta is not None
             d = self.attentions[0].rope_dim
             if device.type == "meta":
-                cos = sin = torch.empty(m.block_size, d // 2, device=device)
+                cos, sin = (torch.empty(m.block_size, d // 2, device=device) for _ in range(2))
             else:
                 cos, sin = rope_table(m.block_size, d, m.rope_theta)
             self.register_buffer("cos", cos.to(device), persistent=False)
@@ -727,14 +727,12 @@ class GPT(nn.Module):
                 residual = name.endswith("c_proj")  # c_proj: an output that is added to the residual stream
                 std = INIT_STD / math.sqrt(2 * self.config.model.n_layer) if residual else INIT_STD
                 nn.init.normal_(module.weight, std=std, generator=g)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
-                if isinstance(module, nn.LayerNorm) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
             elif isinstance(module, LateInit):
                 module.init_weights()
+            if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         missed = [name for name, parameter in self.named_parameters() if parameter.isnan().any()]
         require(not missed, f"init_weights() sets no values of {', '.join(missed)}")
 

@@ -62,6 +62,9 @@ SLOW = {  # files whose tests train, start programs or load large libraries: mak
 }  # fmt: skip
 
 
+FIRST = ("test_an_entry_is_one_command", "test_a_signal_to_the_group_while", "test_a_run_may_be_of_several_ranks")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """make check does not import the slow files."""
     return True if collection_path.stem in SLOW and "not slow" in config.option.markexpr else None
@@ -82,6 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slurm")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    items.sort(key=lambda item: not item.name.startswith(FIRST))  # the longest: no process waits for one at the end
 
 
 QK_NORM_VARIANTS: dict[str, QKNormOptions] = {

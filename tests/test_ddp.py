@@ -61,7 +61,8 @@ KILLS = 20 if FULL else 1
 
 def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -> None:
     """torchrun ends the other rank; the same command goes on."""
-    words = [*tiny_run, *WORDS[:2], "max_iters=120", "schedule.lr_decay_iters=120"]
+    n_iters = 120 if FULL else 60
+    words = [*tiny_run, *WORDS[:2], f"max_iters={n_iters}", f"schedule.lr_decay_iters={n_iters}"]
     words += ["eval_interval=20", "checkpoint_interval=10"]
     ranks(tmp_path, *words, "out_dir=straight")
     choose, kills, amid = random.Random(0), 0, 0
@@ -69,7 +70,7 @@ def test_kills_of_one_rank_change_nothing(tiny_run: list[str], tmp_path: Path) -
     while kills < KILLS:
         process = subprocess.Popen([*TORCHRUN, str(ROOT / "train.py"), *words, "out_dir=killed"], cwd=tmp_path)
         found: list[int] = []
-        least, n = choose.randrange(120), 0  # lines that it then has; after a kill it may have so many at its start
+        least, n = choose.randrange(n_iters), 0  # lines that it then has; after a kill it may have so many at its start
         while process.poll() is None and (len(found) < 2 or n < least):
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
             found = [int(pid) for pid in children.read_text().split()] if children.exists() else []

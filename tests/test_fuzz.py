@@ -20,7 +20,7 @@ from scripts import compare, report
 from sweeps import launch, status
 from training.config import TrainConfig, to_yaml
 
-EXAMPLES = 2000 if FULL else 60
+EXAMPLES = 2000 if FULL else 40
 fuzzed = settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

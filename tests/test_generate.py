@@ -45,8 +45,8 @@ def test_greedy_decoding_equals_full_forwards(layout: str, norm: str, prompt: in
     """Also past block_size, and of a model in training mode, which decodes with its cache."""
     model, idx = build(config_of(layout, norm, **settings)), random_tokens(3, prompt)
     model.train("activation_checkpointing" in settings)
-    tokens = torch.stack(list(generate(model, idx, 45, temperature=0, dtype=torch.float64)), 1)
-    assert torch.equal(tokens, greedy_without_cache(model.eval(), idx, 45))
+    tokens = torch.stack(list(generate(model, idx, 30, temperature=0, dtype=torch.float64)), 1)
+    assert torch.equal(tokens, greedy_without_cache(model.eval(), idx, 30))
 
 
 def test_sampling_follows_the_seed_alone() -> None:

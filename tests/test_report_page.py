@@ -123,9 +123,13 @@ def test_a_stored_report_of_a_stranger_is_refused_in_one_line(
     check(report.main([f"from={folder}"]), capsys.readouterr().err, ["from=", says])
 
 
-def test_a_stored_report_is_made_anew_in_its_own_folder(whole: Path, tmp_path: Path) -> None:
+def test_a_stored_report_is_made_anew_in_its_own_folder(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(whole / "results" / "made", tmp_path / "study" / "final")
-    call(tmp_path, "from=study/final")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["scripts/report.py", "from=study/final"])
+    assert report.main(["from=study/final"]) == 0
     assert not (tmp_path / "results").exists()
     assert json.loads((tmp_path / "study/final/provenance.json").read_text())["command"].endswith("from=study/final")
 

@@ -376,7 +376,9 @@ OTHER_RUNS: dict[str, Callable[[Path], None]] = {  # than those that are planned
 ENTER = """if __name__ == "__main__":
     import sys
     from scripts import track
-    track.QUIET, track.ROUNDS = 99.0, (7, 7)  # of the times, however busy the cores are
+    from sweeps import launchers
+    track.QUIET, track.ROUNDS = 99.0, (6, 6)  # of the times, however busy the cores are; five have no interval
+    launchers.available_cpus = lambda: 1  # one worker for so few runs: another would import PyTorch, too
     sys.exit(track.run_script(track.TrackOptions, track.make, "", sys.argv[1:]))
 """
 

@@ -24,7 +24,7 @@ def headline(session: Session) -> str:
     return ", ".join(filter(None, [*facts, session.machine.about_threads]))
 
 
-def in_words(line: Mapping[str, Any]) -> str:
+def line_in_words(line: Mapping[str, Any]) -> str:
     """One line for a person: iter 250: train/loss 1.9034, …"""
     values = ", ".join(f"{key} {value:{row_of(key).spec}}" for key, value in line.items() if key != "iter")
     return f"iter {line['iter']}: {values}"
@@ -35,7 +35,7 @@ def show_progress(run_dir: RunDir, bar: tqdm, line: Mapping[str, Any], seconds_l
     bar.set_postfix_str(f"loss {line['train/loss']:.4f}, {line['tok_per_sec']:,.0f} tok/s", refresh=False)
     left = "" if seconds_left is None else f", {tqdm.format_interval(seconds_left)} left"
     shown = {key: line[key] for key in shown_in("log") if key in line}  # some are known at evaluations alone
-    run_dir.log(f"{in_words(shown)}{left}", show=bool(bar.disable))  # the bar shows it already
+    run_dir.log(f"{line_in_words(shown)}{left}", show=bool(bar.disable))  # the bar shows it already
 
 
 def closing_rows(run_dir: RunDir, summary: Mapping[str, Any], plotted: bool) -> list[str]:

@@ -26,20 +26,16 @@ class Run:
     start: int = 0
     evaluation_due: bool = False
 
-    def state(self, step: int, evaluation_due: bool) -> RunState:
-        """What a checkpoint has beside its tensors. lowest excludes this step's loss, which a resume computes again."""
-        return RunState(
-            step, asdict(self.session.config), self.session.data.corpus.tokenizer.to_dict(), self.facts,
-            evaluation_due, self.meter.readings(), self.lowest.before_step(step),
-        )  # fmt: skip
-
     def save(self, line: dict[str, Any], evaluation_due: bool) -> None:
         """Write the checkpoint of an iteration. line: its metrics. Raises: Diverged where a weight is not finite."""
         step = line["iter"]
         if not all(p.isfinite().all() for p in self.session.model.parameters()):
             raise Diverged(line, "a weight is not finite")
-        state = self.state(step, evaluation_due).to_json()
-        self.dir.save(step, self.session.tensors(), state, self.lowest.step == step, self.lowest.keep_step)
+        state = RunState(
+            step, asdict(self.session.config), self.session.data.corpus.tokenizer.to_dict(), self.facts,
+            evaluation_due, self.meter.readings(), self.lowest.before_step(step),  # a resume computes this step's again
+        )  # fmt: skip
+        self.dir.save(step, self.session.tensors(), state.to_json(), self.lowest.step == step, self.lowest.keep_step)
 
 
 def begin(session: Session, run_dir: RunDir, saved: RunState | None, warnings: list[str]) -> Run:

@@ -99,10 +99,8 @@ class Session:
         """Average gradients over the ranks. It comes before the first forward pass: DDP has the compiler split the
         graph, so that communication overlaps. accumulate_gradients() says which backward pass exchanges gradients.
         """
-        world, device = self.machine.world, self.machine.device
-        dist.init(world, device)
-        if world.size > 1:
-            devices = [device] if device.type == "cuda" else None
+        if self.machine.world.size > 1:
+            devices = [self.machine.device] if self.machine.device.type == "cuda" else None
             ddp = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)
             ddp.require_backward_grad_sync = False
             self.forward = ddp

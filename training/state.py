@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
 from core.schema import convert, require, show
@@ -134,7 +134,7 @@ class RunState:
         require(step >= 0, f"{file}: step={show(saved.get('step'))} must be an integer >= 0")
         numbers = all(isinstance(value, int | float) for value in clip.values())
         require(numbers, f"{file}: qk_clip={show(clip)} must be numbers")
-        facts = {f.name: read(f.name, KINDS[f.name]) for f in fields(Facts)}
+        facts = {key: read(key, kind) for key, kind in KINDS.items()}
         lowest, records = read("lowest", tuple[float, int]), read("records", dict, {})
         named = {key: facts[key] or {} for key in ("plugins", "init_from", "start_up_warnings")} | {"records": records}
         for key, found in named.items():
