@@ -137,6 +137,9 @@ class LoadedRun(NamedTuple):
 
 def load_asked_run(run: str, which: str, device: torch.device, key: str = "run") -> LoadedRun:
     """load_run() for the settings run= (or `key`) and checkpoint=. Raises: ConfigError where nothing can be loaded."""
+    file = expand(run) / "ckpt.pt"
+    told = f"{key}={run} is nanoGPT's: python scripts/import_checkpoint.py from={file} out=RUN makes a run of it"
+    require(not file.is_file(), told)
     try:
         loaded = load_run(checkpoint.resolve(expand(run), which, key), device)
     except checkpoint.CorruptCheckpoint as error:

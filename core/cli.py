@@ -96,7 +96,7 @@ def parse(word: str) -> Any:
     plain = word.lstrip("-~")
     if word.startswith("~") or (word.startswith("-") and "=" in word):
         raise ConfigError(f"{word} is not a setting: write {plain if '=' in plain else plain + '=...'}")
-    known = plain == word and word[:1] != "="
+    known = plain == word and "=" in word[1:]
     require(known, f"{word} is unknown: settings are written key=value, and --help lists them")
     try:
         return OverridesParser.create().parse_override(word)
@@ -298,8 +298,11 @@ def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
         group, _, option = override.lstrip("+").partition("=")
         known = options_of(schema).get(group, [option])
         if option not in known:
-            plugins = "; the plugins register no such option" if any("plugins=" in word for word in overrides) else ""
-            return f"{override} {must_be_one_of(option, known, f'{group}=')}{plugins}"
+            told = must_be_one_of(option, known, f"{group}=")
+            if hasattr(declared(schema)[group].default, "slot"):
+                named = any("plugins=" in word for word in overrides)
+                told += "; the plugins register no such option" if named else "; one of yours needs plugins=[ITS_FILE]"
+            return f"{override} {told}"
     return text
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import stat
 import tempfile
 import time
@@ -24,6 +25,11 @@ MOST_NESTED = 200  # levels of a YAML file
 CONFIG_BYTES, WHOLE_BYTES, LINES_BYTES = 2**20, 2**26, 2**30
 ANYWHERE = Path("/")
 FOLDERS: dict[str, str] = {}  # what a folder with a file of this name is; whoever makes such folders adds it
+
+
+def program(name: str) -> str:
+    """How a shell calls a program of ours from the current folder, as "python sample.py"."""
+    return f"python {name if Path.cwd() == ROOT else shlex.quote(str(ROOT / name))}"
 
 
 def expand(path: str | Path) -> Path:

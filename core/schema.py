@@ -260,7 +260,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
             many = inner[-1:] == (...,)
             if isinstance(value, list | tuple) and (many or len(value) == len(inner)):
                 return tuple(convert(v, inner[0] if many else inner[i], key) for i, v in enumerate(value))
-            example = "[a,b]" if inner[0] is str else "[1,2]"
+            one = value if isinstance(value, str) and value.isidentifier() else "a,b"
+            example = f"[{one}]" if inner[0] is str else "[1,2]"
             allowed.append(f"a list, as {example}" if many else f"a list of {len(inner)} numbers")
         elif type(value) is kind and (kind is not dict or all(isinstance(name, str) for name in value)):
             return value

@@ -5,6 +5,7 @@ export_hf.py and evaluate_lm.py take the run. meta: nanoGPT's meta.pkl, the char
 ckpt.pt are GPT-2's.
 """
 
+import shlex
 import sys
 from dataclasses import asdict, replace
 from typing import Annotated
@@ -12,7 +13,7 @@ from typing import Annotated
 import torch
 
 from core.cli import run_script
-from core.files import expand
+from core.files import expand, program
 from core.rundir import RunRequest, open_run
 from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, declared, options, require
 from data.options import RandomOptions
@@ -53,7 +54,7 @@ def import_run(asked: ImportOptions) -> int:
         for note in origin.notes:
             run.log(f"from={asked.from_} {note}")
         run.log(f"{run.path}: {model.num_params():,} parameters, {tokenizer.vocab_size} tokens ({tokenizer.name})")
-        run.log(f"next: python sample.py run={run.path}")
+        run.log(f"next: {program('sample.py')} {shlex.quote(f'run={run.path}')}")
     return 0
 
 

@@ -10,31 +10,31 @@ watch=true, with sweep= or run=, writes nothing: it serves that page, which then
 """
 
 import csv
-import io
 import json
 import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
 from core.cli import run_script
-from core.files import expand, read_json, read_regular, write_atomic
+from core.files import expand, read_json, write_atomic
 from core.process import say
 from core.schema import NOT_EMPTY, ConfigError, Help, Rule, one_line, options, require
 from scripts.reporting.charts import svg
 from scripts.reporting.comparisons import compared_families
 from scripts.reporting.live import run_content, watch
 from scripts.reporting.one_run import single_run
-from scripts.reporting.page import Content, figures_of, markdown, outline, page
+from scripts.reporting.page import Content, caveats, figures_of, markdown, outline, page
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.stored import common_config, curves_csv, joined, read_stored, runs_csv
 from scripts.reporting.tables import facts
 from sweeps.definition import sweep_name
-from sweeps.status import FINAL, SweepPlace, tally
+from sweeps.status import FINAL, SweepPlace, finished_in, tally
 
 
 def report(sweep: Sweep, out: Path, argv: Sequence[str]) -> None:
@@ -97,12 +97,15 @@ def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
         return
     replaces = f"out={out} replaces it, another out= keeps it"
     try:
-        rows = csv.DictReader(io.StringIO(read_regular(out / "runs.csv").decode(), newline=""))
-        stored = {row["id"] for row in rows if row["status"] in FINAL}
+        stored = finished_in(out)
     except (ValueError, KeyError, csv.Error) as error:
         raise ConfigError(f"{out / 'runs.csv'} cannot be read ({one_line(error)}): {replaces}") from error
-    lost = stored - {run.id for run in sweep.runs if run.state.state in FINAL}
-    require(not lost, f"{out} has finished runs that this report lacks ({len(lost)}): from={out} adds them, {replaces}")
+    if not (lost := stored - {run.id for run in sweep.runs if run.state.state in FINAL}):
+        return
+    with suppress(ConfigError):  # another study's, which cannot stand beside these
+        joined(read_stored(out, sweep.name), sweep)
+        replaces = f"from={out} adds them, {replaces}"
+    raise ConfigError(f"{out} has finished runs that this report lacks ({len(lost)}): {replaces}")
 
 
 @options
@@ -139,7 +142,7 @@ def write_run(path: Path, out: str | None) -> int:
     require(not folder.exists() or folder.is_dir(), f"out={out} is not a directory")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "report.html", page(run_content(run)).encode(errors="replace"))
-    say(f"open {folder / 'report.html'}")
+    say(f"open {shlex.quote(str(folder / 'report.html'))}")
     return 0
 
 
@@ -159,8 +162,11 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
             sweep = joined(sweep, read_sweep(asked.directory, name))
     if asked.out is None:
         refuse_to_drop_runs(sweep, out)
+    for said in caveats(sweep):
+        say(f"warning: {said}")
     report(sweep, out, argv)
-    say(f"{out}: {len(sweep.runs)} runs, {tally([run.state for run in sweep.runs])}; open {out / 'report.html'}")
+    states, page_file = tally([run.state for run in sweep.runs]), shlex.quote(str(out / "report.html"))
+    say(f"{out}: {len(sweep.runs)} runs, {states}; open {page_file}")
     return 0
 
 

@@ -15,17 +15,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
 from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
-from core.files import expand, file_sha256, read_json, read_regular
-from core.plugins import remember
+from core.files import expand, file_sha256, program, read_json, read_regular
+from core.plugins import changed_plugins, remember
 from core.process import StopSignal, say
 from core.record import is_number
 from core.rundir import at_end, read_summary
@@ -34,8 +33,8 @@ from core.wandb_run import wandb_options
 from sweeps.claims import Launch
 from sweeps.definition import Definition, load_sweep, read_definition, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
-from sweeps.plan import PlannedRun, freeze, plan_runs, temperature_note
-from sweeps.status import FINAL, State, SweepPlace, failures, progress, state_of, tally
+from sweeps.plan import PlannedRun, freeze, plan_runs, temperature_note, unknown_points
+from sweeps.status import FINAL, State, SweepPlace, failures, finished_in, progress, state_of, tally
 from training.config import TrainConfig
 
 POLL = 0.5  # seconds between two looks at the runs
@@ -86,6 +85,10 @@ def run(asked: LaunchOptions, overrides: list[str], hint: bool = True) -> int:
     freeze(sweep_dir, sweep_name(str(asked.sweep)), sweep, overrides, runs, trains=bool(left))
     if warning := remember(sorted({name for run in left for name in run.config.plugins})):
         say(f"warning: {warning}")
+    ended = [run for run in runs if run.config.plugins and at_end(sweep_dir / run.id)]
+    changed = {said for run in ended for said in changed_plugins(read_summary(sweep_dir / run.id).get("plugins") or {})}
+    for said in sorted(changed):
+        say(f"warning: {said}; runs that ended stay as they are, another sweep_dir= trains all anew")
     return launch(asked, sweep_dir, unstored, hint) if unstored else 0
 
 
@@ -120,23 +123,6 @@ def read_request(asked: LaunchOptions, overrides: list[str]) -> tuple[Definition
 
 # -----------------------------------------------------------------------------
 # Before the launch
-
-
-def unknown_points(sweep: Definition, points: Collection[str], left_out: Collection[str]) -> Iterator[str]:
-    """A line for each comparison of which one side is no point of the sweep, nor of a part that was left out."""
-    known = ", ".join(sorted(points)[:12]) + (", …" if len(points) > 12 else "")
-    for name, family in sweep.families.items():
-        matched = any(fnmatchcase(point, pattern) for point in points for pattern in family.settings)
-        absent: list[Sequence[str]] = []
-        if family.baseline is not None and (family.baseline in points) != matched:
-            absent.append([family.baseline] if matched else family.settings)
-        for terms in family.named:
-            missing = [setting for setting, _ in terms if setting not in points]
-            if len(missing) < len(terms):
-                absent.append(missing)
-        for settings in absent:
-            if not all(point.partition("/")[0] in left_out for point in settings):
-                yield f"compare.{name}: {', '.join(settings)} is no setting of this sweep; it has {known}"
 
 
 def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRun]:
@@ -249,9 +235,12 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun], hint: 
     complete = all(state.state in FINAL for state in states.values())
     if complete and hint:
         place = [f"{key}={value}" for key, value in (("sweep_dir", asked.sweep_dir), ("from", asked.from_)) if value]
-        if not asked.from_ and (Path("results") / sweep_name(str(asked.sweep)) / "runs.csv").is_file():
-            place.append(f"out={sweep_dir / 'report'}")  # results/NAME holds another report
-        say(f"next: python scripts/report.py {shlex.join([f'sweep={asked.sweep}', *place])}")
+        others = set[str]()  # in results/NAME, which a report of these runs would lose
+        with suppress(OSError, ValueError, KeyError, csv.Error):
+            others = finished_in(Path("results") / sweep_name(str(asked.sweep))) - states.keys()
+        if not asked.from_ and (asked.sweep_dir or others):
+            place.append(f"out={sweep_dir / 'report'}")
+        say(f"next: {program('scripts/report.py')} {shlex.join([f'sweep={asked.sweep}', *place])}")
     return 0 if complete else 1
 
 
@@ -272,7 +261,7 @@ def supervise(
                 if states[run.id].state in FINAL:
                     now = trained(runs, states, sweep_dir)
                     seconds_each = (time.monotonic() - began) / max(now - before, 0.01)
-                    say(line_of(run.id, states, sweep_dir, seconds_each * (len(runs) - now)))
+                    say(line_of(run, states, sweep_dir, seconds_each * (len(runs) - now)))
         if any(s.launch_tries > tried[run_id] for run_id, s in states.items()):
             launcher.deaths = 0  # a worker that took a run did not die at its start
         left = [s for s in states.values() if s.state not in FINAL and s.launch_tries < tries]
@@ -295,14 +284,14 @@ def trained(runs: list[PlannedRun], states: dict[str, State], sweep_dir: Path) -
     return ended + sum(progress(sweep_dir, run, states[run.id])[0] for run in begun)
 
 
-def line_of(run_id: str, states: dict[str, State], sweep_dir: Path, left: float) -> str:
+def line_of(run: PlannedRun, states: dict[str, State], sweep_dir: Path, left: float) -> str:
     """What is printed for a run that has ended. left: seconds for the others."""
     ended = sum(state.state in FINAL for state in states.values())
-    summary = read_summary(sweep_dir / run_id)
+    summary = read_summary(sweep_dir / run.id)
     loss = summary.get("val/loss")  # null where it is not finite
     loss = f"val/loss {loss:.4f}, " if is_number(loss) else ""
     seconds = f"{summary.get('seconds') or 0:.0f} s; {tqdm.format_interval(left)} left"
-    return f"[{ended}/{len(states)}] {run_id} {states[run_id].state}: {loss}{seconds}"
+    return f"[{ended}/{len(states)}] {' '.join(run.points)}: {run.id} {states[run.id].state}: {loss}{seconds}"
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,29 @@ def temperature_note(sweep: Definition, configs: Mapping[str, Mapping[str, Any]]
     where = [name for name, points in parts.items() if differ(points)]
     where += [name for name, of in every.items() if any(differ(dict(terms)) for terms in of)]
     return f"{', '.join(where)}: {SAME_ALPHA}" if where else ""
+
+
+def unknown_points(
+    sweep: Definition, points: Collection[str], left_out: Collection[str] | None = None
+) -> Iterator[str]:
+    """A line for each comparison of which one side is no point of the sweep, nor of a part that was left out.
+
+    left_out: names of parts; None: those that `sweep` lacks, if it has any.
+    """
+    known = ", ".join(sorted(points)[:12]) + (", …" if len(points) > 12 else "")
+    for name, family in sweep.families.items():
+        matched = any(fnmatchcase(point, pattern) for point in points for pattern in family.settings)
+        absent: list[Sequence[str]] = []
+        if family.baseline is not None and (family.baseline in points) != matched:
+            absent.append([family.baseline] if matched else family.settings)
+        for terms in family.named:
+            missing = [setting for setting, _ in terms if setting not in points]
+            if len(missing) < len(terms):
+                absent.append(missing)
+        for settings in absent:
+            parts = {point.partition("/")[0] for point in settings}
+            if not parts <= {*left_out} if left_out is not None else not sweep.parts or parts & sweep.parts.keys():
+                yield f"compare.{name}: {', '.join(settings)} is no setting of this sweep; it has {known}"
 
 
 def set_values(composed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

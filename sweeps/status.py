@@ -1,5 +1,7 @@
 """The state of a sweep's runs: python sweeps/status.py sweep=NAME [sweep_dir=PATH]"""
 
+import csv
+import io
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +11,7 @@ from statistics import fmean
 from typing import Annotated
 
 from core.cli import run_script
-from core.files import expand
+from core.files import expand, read_regular
 from core.process import printable, say
 from core.record import Lines
 from core.rundir import at_end, is_open, read_status
@@ -75,6 +77,12 @@ def bar(shares: Sequence[float], width: int = 20) -> str:
     return f"[{'#' * int(width * share):.<{width}}] {int(100 * share + 1e-9):3d} %"
 
 
+def finished_in(report: Path) -> set[str]:
+    """The ids of the runs at their end that a stored report has. Raises: OSError, ValueError, KeyError, csv.Error."""
+    rows = csv.DictReader(io.StringIO(read_regular(report / "runs.csv").decode(), newline=""))
+    return {row["id"] for row in rows if row["status"] in FINAL}
+
+
 def tally(states: Iterable[State]) -> str:
     """ "12 done, 2 running, 56 pending" """
     counts = Counter(state.state for state in states)
@@ -116,7 +124,7 @@ def print_status(asked: SweepPlace) -> int:
     for point, ids in {"": [*found], **points}.items():  # the first row: the whole sweep
         best = min(filter(None, (found[run_id][1] for run_id in ids)), default=None)
         if point:
-            said = f"{'' if best is None else f'{best[0]:.4f}':8s}{tally(states[run_id] for run_id in ids)}"
+            said = f"{'' if best is None else f'lowest {best[0]:.4f}':15s}{tally(states[run_id] for run_id in ids)}"
         else:
             said = "" if best is None else "lowest val/loss {:.4f} at iteration {} of {}".format(*best)
         say(f"  {point:{max(map(len, points))}s}  {bar([found[run_id][0] for run_id in ids])}  {said}".rstrip())

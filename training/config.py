@@ -279,7 +279,10 @@ class RootOptions:
         str | None,
         FREE,
         NOT_EMPTY,
-        Rule(lambda name: name not in ("resume", "scratch"), "is not needed: a command goes on with what it began"),
+        Rule(
+            lambda name: name not in ("resume", "scratch"),
+            "is not needed: a command goes on with what it began, or begins",
+        ),
         Help(
             "begin with the weights of RUN (its best), RUN/ckpt/latest, nanoGPT's ckpt.pt, a Hugging Face folder, gpt2"
         ),

@@ -17,6 +17,7 @@ from training.origin import Origin, read_origin, sha256_of
 from training.session import saved_state
 from training.state import checked
 
+NEW_TOKENS = "only a text that has its tokens can train it further, as any has those of byte and gpt2"
 # setting -> the value that its null means
 DERIVED: dict[str, Callable[[ModelOptions], int]] = {
     "model.mlp_hidden": lambda model: 4 * model.n_embd,
@@ -79,7 +80,7 @@ def misfits_of(origin: Origin, config: TrainConfig, tokenizer: Tokenizer) -> lis
         if (both[0].get(key) or derive(origin.config.model)) == (both[1].get(key) or derive(config.model)):
             free.append(key)
     misfits = differences(*({key: one[key] for key in one if key not in free} for one in both))
-    known, ours = origin.tokenizer, f"the {tokenizer.vocab_size} of data.tokenizer={tokenizer.name}"
+    known, ours = origin.tokenizer, f"the {tokenizer.vocab_size} of data.tokenizer={tokenizer.name}: {NEW_TOKENS}"
     if known is None and origin.rows != tokenizer.vocab_size:
         misfits.append(f"its {origin.rows} tokens -> {ours}")
     if known is not None and (known.pieces, known.separator) != (tokenizer.pieces, tokenizer.separator):

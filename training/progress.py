@@ -6,6 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from core.files import program
 from core.rundir import RunDir
 from training.metrics import row_of, shown_in
 from training.session import Session
@@ -41,11 +42,12 @@ def show_progress(run_dir: RunDir, bar: tqdm, line: Mapping[str, Any], seconds_l
 def closing_rows(run_dir: RunDir, summary: Mapping[str, Any], plotted: bool) -> list[str]:
     """What a run that is done prints last. summary: of summary.json."""
     curve, of_run = ", curve.png" if plotted else "", shlex.quote(f"run={run_dir.path}")
+    untrained = ", the weights that it began with" if summary.get("init_from") and not summary["iter_of_min"] else ""
     return [
         f"done: val/loss {summary['val/loss']:.4f} at iteration {summary['iter']}",
-        f"best: val/loss {summary['val/loss_min']:.4f} at iteration {summary['iter_of_min']}",
+        f"best: val/loss {summary['val/loss_min']:.4f} at iteration {summary['iter_of_min']}{untrained}",
         f"time: {tqdm.format_interval(summary['seconds'])}, {summary['tok_per_sec']:,.0f} tokens/s",
         f"kept: {run_dir.path}: metrics.jsonl, ckpt/best, ckpt/latest{curve}",
-        f"next: python sample.py {of_run}",
-        f"next: python scripts/report.py {of_run} watch=true",
+        f"next: {program('sample.py')} {of_run}",
+        f"next: {program('scripts/report.py')} {of_run} watch=true",
     ]

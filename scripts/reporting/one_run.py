@@ -102,6 +102,7 @@ Progress = tuple[int, float | None, tuple[float, int] | None]  # iteration, seco
 
 def single_run(path: Path) -> RunFiles:
     """A run directory. Raises: ConfigError."""
+    require(not (path / "plan.jsonl").is_file(), f"run={path} is a sweep's directory: write sweep_dir={path}")
     try:
         text = read_config(path)
     except (OSError, UnicodeDecodeError) as error:

@@ -7,6 +7,7 @@ import json
 import re
 import resource
 import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from scripts.reporting.comparisons import Family, shares
 from scripts.reporting.figures import difference_figure, family_figures, part_figures, rate_figures
 from scripts.reporting.runs import Run, Sweep
 from scripts.reporting.tables import Table
-from sweeps.plan import temperature_note
+from sweeps.plan import temperature_note, unknown_points
 
 TEMPLATE = Path(__file__).with_name("page.html")
 NOTES = Path(__file__).with_name("notes.md")
@@ -102,8 +103,7 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
         )
         for part, settings in sweep.parts.items()
     ]
-    if note := temperature_note(sweep.definition, sweep.configs):
-        sections[0] = replace(sections[0], items=[f"**{note}.**", *sections[0].items])
+    sections[0] = replace(sections[0], items=[*(f"**{said}.**" for said in caveats(sweep)), *sections[0].items])
     for family in families:
         compared: list[str | Table | Figure] = []
         for metric, comparisons in zip(family.metrics, family.comparisons, strict=True):
@@ -123,6 +123,16 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
         missing.append(f"In the sweep's file, but not in this sweep: {'; '.join(not_run)}.")
     sections.append(Section("Runs that are not done", missing or ["None."]))
     return [*sections, with_notes("How to read this")]
+
+
+def caveats(sweep: Sweep) -> list[str]:
+    """What a reader must know before the conclusions: comparisons that measure something else, or are none."""
+    plugins = {one for run in sweep.runs for one in (run.summary.get("plugins") or {}).items()}
+    versions = Counter(name for name, _ in plugins)
+    found = [temperature_note(sweep.definition, sweep.configs), *unknown_points(sweep.definition, sweep.settings)]
+    for name in sorted(name for name, n in versions.items() if n > 1):
+        found.append(f"{name}.py changed between runs: {versions[name]} versions of it are compared")
+    return [said for said in found if said]
 
 
 def was_planned(sweep: Sweep, family: Family) -> bool:

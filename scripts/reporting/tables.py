@@ -332,9 +332,7 @@ def facts(sweep: Sweep) -> dict[str, str]:
         "Python": ", ".join(sweep.distinct("python")),
         "commit": ", ".join(dict.fromkeys(commits)),
         "corpus SHA-256": ", ".join(sweep.distinct("corpus_sha256")),
-        "plugins": ", ".join(
-            f"{name} ({n} versions: its file changed between runs)" if n > 1 else name for name, n in versions.items()
-        ),
+        "plugins": ", ".join(f"{name} ({n} versions)" if n > 1 else name for name, n in versions.items()),
         "paper": sweep.definition.paper.get("name", ""),
         "deliberate faults": ", ".join(dict.fromkeys(faults)),
     }

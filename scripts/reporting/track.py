@@ -279,7 +279,7 @@ def first_rows(found: Sequence[Entry]) -> tuple[str, str]:
     said = (
         f"{len(counted)} controls of attention logits, plain attention (`{PLAIN}`) among them, each at its own best "
         f"learning rate, compared with the {BASELINE.upper()} QK norm. {', '.join(told).capitalize()}; for "
-        f"{verdicts['not told apart']} the test finds no difference (p below 0.05/{ROWS} is needed). "
+        f"{verdicts['not told apart']} the test finds no difference (p below 0.05/{ROWS} is needed, as a board has {ROWS} rows). "
         f"{counted[0].loss.n} seeds find a single difference of {floor[2]:.3f} nats with 80\u00a0% power. Rows are "
         f"sorted by mean loss minus that of {BASELINE.upper()}. Time: over that of `{PLAIN}`."
     )
