@@ -218,7 +218,8 @@ def load(path: Path) -> Checkpoint:
     for name in files:
         if match := TENSOR_FILE.fullmatch(name):
             try:  # clone: load_file maps the file, which may be pruned while the tensors are in use
-                tensors[match[1]] = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
+                with errors_as_corrupt(path / name):
+                    tensors[match[1]] = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
             except SafetensorError as error:
                 raise CorruptCheckpoint(f"{path / name}: {error}") from error
     try:

@@ -121,7 +121,7 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
         x_transaction_log_flush_interval=2, x_file_stream_retry_max=2**31 - 1, x_file_stream_retry_wait_max_seconds=10,
     )  # fmt: skip
     how: Any = "offline" if mode == "offline" else "online"
-    run = wandb.init(**{**job["init"], "dir": str(run_dir.resolve())}, mode=how, settings=settings)
+    run = wandb.init(**arguments(job["init"]), dir=str(run_dir.resolve()), mode=how, settings=settings)
     if mode != "offline":
         say(f"W&B: {run.url}")
         sent = run.starting_step - 1  # the last line that the server has; the iteration in its summary may be one more
@@ -140,6 +140,16 @@ def send(run_dir: Path, mode: str, job: Mapping[str, Any], ended: threading.Even
                 more = media(run_dir, line["iter"], job["layers"]) if job["evaluation"] in line else {}
                 run.log(values | more, step=line["iter"], commit=True)
     finish(run, run_dir, mode, job, say)
+
+
+def arguments(init: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of wandb.init() that train.py writes. Raises: ValueError: another's job.json may name files."""
+    known = {key: init.get(key) for key in ("id", "project", "entity", "name", "group", "job_type", "notes", "resume")}
+    tags, config = init.get("tags", []), init.get("config", {})
+    texts = [*(text for text in known.values() if text is not None), *tags]
+    if not (isinstance(tags, list) and isinstance(config, dict) and all(isinstance(text, str) for text in texts)):
+        raise ValueError("wandb/job.json is not what a run writes")
+    return {**known, "tags": tags, "config": config}
 
 
 def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say) -> None:
@@ -179,7 +189,7 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
 def recordings(run_dir: Path) -> list[Path]:
     """W&B's files of a run. A link to a file elsewhere is skipped."""
     found = sorted((run_dir / "wandb").glob("*run-*/*.wandb"))
-    return [file for file in found if file.is_file() and file.resolve().is_relative_to(run_dir.resolve())]
+    return [file for file in found if file.is_file() and not file.is_symlink()]
 
 
 def offline_recordings(run_dir: Path) -> str:
@@ -199,7 +209,7 @@ def cut_incomplete_record(file: Path) -> None:
     It is a log of LevelDB after 7 bytes: blocks of 32 KiB, of parts of records with a header each (checksum of what
     comes after the size, size, kind), kind 1 for a whole record and 4 for its last part.
     """
-    content = read_regular(file, math.inf)
+    content = read_regular(file, LINES_BYTES)
     at = whole = 7
     while at < len(content):
         left = 2**15 - at % 2**15  # of the block

@@ -59,7 +59,7 @@ class CharTokenizer(Tokenizer):
     def __init__(self, chars: str) -> None:
         self.chars = chars
         self.vocab_size = len(chars)
-        self.pieces = [char.encode(errors="surrogatepass") for char in chars]
+        self.pieces = [char.encode() for char in chars]
         points = code_points(chars)
         self.table = np.full(points.max(initial=0) + 2, -1, dtype=np.int32)  # code point -> token, or -1
         self.table[points] = np.arange(self.vocab_size)

@@ -7,6 +7,7 @@ architecture: GPT-2, Llama, Qwen3 or DeepSeek-V3. Settings that no architecture 
 
 import json
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -45,10 +46,9 @@ def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> 
             "clean_up_tokenization_spaces": False, **({} if separator is None else {"eos_token": SEPARATOR}),
         }}  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = checkpoint.temporary_name(out)
+    temporary = out.with_name(f".{out.name}-{secrets.token_hex(8)}")
+    temporary.mkdir()
     try:
-        checkpoint.remove(temporary)  # of an export that was killed
-        temporary.mkdir()
         for name, content in documents.items():
             (temporary / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         tensors = {key: w.detach().cpu().clone(memory_format=torch.contiguous_format) for key, w in state.items()}

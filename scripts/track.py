@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shlex
 import sys
 import tempfile
@@ -37,7 +36,6 @@ from core.schema import (
     NOT_EMPTY,
     ConfigError,
     Help,
-    Rule,
     convert,
     deciding,
     declared,
@@ -55,7 +53,19 @@ from scripts.reporting.page import with_block
 from scripts.reporting.rates import best_rate
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.stored import curves_csv, runs_csv
-from scripts.reporting.track import BASELINE, FINAL, LOSS_KEY, ONE_LINE, PLAIN, ROWS, SLOTS, TIMES, Entry
+from scripts.reporting.track import (
+    BASELINE,
+    ENTRY,
+    FINAL,
+    LOSS_KEY,
+    NAME,
+    ONE_LINE,
+    PLAIN,
+    ROWS,
+    SLOTS,
+    TIMES,
+    Entry,
+)
 from sweeps import launch
 from sweeps.definition import OVERRIDES, Definition, check_sweep, load_sweep, sweep_name
 from sweeps.plan import key_of, plan_runs
@@ -68,11 +78,6 @@ MORE_RATES = 3  # than the grid has, where the best one is at its edge
 LENGTH = ("max_iters", "eval_interval", "eval_iters", "dtype")  # what the recipe says and no run id
 QUIET = 0.3  # CPUs that other programs may use while times are measured
 ROUNDS = (41, 21)  # of the times of updates, of decoding
-NAME = Rule(
-    lambda name: re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) is not None and name not in (BASELINE, PLAIN, FINAL),
-    f"must be a lower-case word, and not {BASELINE}, {PLAIN} or {FINAL}",
-)
-ENTRY = Rule(lambda name: NAME.holds(re.sub(r"\.\d+$", "", name)), "must be the name of an entry, as asinh or asinh.1")
 Words = Mapping[str, Sequence[str]]  # the overrides of each contestant
 Rates = Mapping[str, Sequence[float]]  # learning rates of the grid
 
@@ -126,7 +131,9 @@ def make(asked: TrackOptions) -> int:
         if asked.withdraw:
             file = asked.board / "entries" / asked.withdraw / "provenance.json"
             require(file.is_file(), f"withdraw={asked.withdraw} is no entry of {asked.board}")
-            about = read_json(file) | {"withdrawn": asked.reason}
+            about = read_json(file)
+            require(len(about) > 0, f"{file} cannot be read")
+            about["withdrawn"] = asked.reason
             write_atomic(file, (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
     except UnfinishedError as end:
         return int(end.args[0])
@@ -138,7 +145,7 @@ def make(asked: TrackOptions) -> int:
 
 def write_board(folder: Path, sweep: Definition) -> None:
     page, found = folder / "README.md", track.rows(folder)
-    text = read_regular(page).decode() if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}\n"
+    text = read_text(str(page), str(page)) if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}\n"
     made = {
         page: with_block(text, BEGIN, END, f"\n{track.board(found)}\n"),
         folder / "board.csv": track.board_csv(found),
@@ -287,12 +294,12 @@ def trained(sweep: Definition, words: Words, rates: Rates, known: Mapping[str, f
 
 def launched(planned: Definition, place: Path, dry_run: bool = False) -> None:
     """Train what is left of a sweep, or only say what that takes. Raises: UnfinishedError."""
-    file = place.with_name(f"{place.name}.yaml")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, yaml.safe_dump(json.loads(json.dumps(asdict(planned))), sort_keys=False).encode())
-    asked = {"sweep": str(file), "sweep_dir": str(place), "dry_run": dry_run}
-    if status := launch.run(settings_of(launch.LaunchOptions, asked), [], hint=False):
-        raise UnfinishedError(status)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{place.name}.yaml")
+        file.write_text(yaml.safe_dump(json.loads(json.dumps(asdict(planned))), sort_keys=False), encoding="utf-8")
+        asked = {"sweep": str(file), "sweep_dir": str(place), "dry_run": dry_run}
+        if status := launch.run(settings_of(launch.LaunchOptions, asked), [], hint=False):
+            raise UnfinishedError(status)
 
 
 def read_runs(place: Path) -> Sweep:
@@ -374,11 +381,11 @@ def verified(path: Path, folder: Path) -> Entry:
     """The row of an entry; none of its code is run. Raises: ConfigError where its files do not fit, or board.csv."""
     row, (grid, final), about = track.by_folder(folder)[path], track.stored(path), read_json(path / "provenance.json")
     recorded = {f"{plugin}.py": sha256 for plugin, sha256 in row.settings["plugins"].items()}
-    for name, sha256 in {**dict.fromkeys(os.listdir(path)), **about["sha256"], **recorded}.items():
+    for name, sha256 in {**dict.fromkeys(os.listdir(path)), **about.get("sha256", {}), **recorded}.items():
         good = Path(name).name == name and file_sha256(path / name, within=path) == sha256
         require(good or name == "provenance.json", f"{name} was changed, or is not what its runs had")
     entry = read_contestant(path / "entry.yaml", None)
-    same = (entry.name, entry.name, entry.by) == (row.name, path.stem, about["by"])
+    same = (entry.name, entry.name, entry.by) == (row.name, path.stem, about.get("by"))
     require(same, "its folder, its runs and provenance.json have another name or by= than entry.yaml")
     runs = [*grid.runs, *final.runs]
     for run in runs:
@@ -396,7 +403,8 @@ def verified(path: Path, folder: Path) -> Entry:
             f"its {BASELINE} runs end at {of_own:.4f}, the board's at {of_board:.4f}; 3 standard errors are {most:.4f}"
         )
         require(abs(of_own - of_board) <= most, said)
-    (_, line), lines = (text.splitlines() for text in (track.board_csv([row]), (folder / "board.csv").read_text()))
+    file = folder / "board.csv"
+    (_, line), lines = (text.splitlines() for text in (track.board_csv([row]), read_text(str(file), str(file))))
     require(line in lines, f"board.csv has another row: its runs give {line}")
     return row
 

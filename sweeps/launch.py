@@ -129,15 +129,15 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
     """The runs without those that ended in the report in `folder`. Raises: ConfigError for a bad runs.csv."""
     if folder is None:
         return runs
-    about = read_json(expand(folder) / "provenance.json")
-    common, sha256 = about.get("config", {}), about.get("sha256", {}).get("runs.csv")
     try:
+        about = read_json(expand(folder) / "provenance.json")
+        common, sha256 = about.get("config", {}), about.get("sha256", {}).get("runs.csv")
         require(file_sha256(expand(folder) / "runs.csv") == sha256, "it was changed")
         text = read_regular(expand(folder) / "runs.csv").decode()
         rows = {row["id"]: {**common, **row} for row in csv.DictReader(io.StringIO(text, newline=""))}
         stored = {run_id: State(row["status"], int(row["iter"] or 0)) for run_id, row in rows.items()}
         enough = {run.id for run in runs if run.id in stored and stored[run.id].ended_as_one_of(run.config.max_iters)}
-    except (OSError, KeyError, ValueError, csv.Error) as error:
+    except (OSError, LookupError, ValueError, TypeError, AttributeError, csv.Error) as error:
         raise ConfigError(f"from={folder} has no runs.csv that can be read: {error}") from error
     for run in (run for run in runs if run.id in enough):
         every, asked = rows[run.id].get("eval_interval"), run.config.eval_interval

@@ -250,9 +250,9 @@ def test_a_failed_export_leaves_nothing(
     assert "No space left" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
     monkeypatch.undo()
-    checkpoint.temporary_name(tmp_path / "hf").mkdir()  # as a kill leaves it
+    checkpoint.temporary_name(tmp_path / "hf").mkdir()  # somebody's
     assert main([f"run={run}", f"out={tmp_path / 'hf'}"]) == 0
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "run"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".tmp-hf", "hf", "run"]
 
 
 def test_the_weights_are_those_of_the_checkpoint_that_was_named_and_a_fault_is_in_the_config(tmp_path: Path) -> None:

@@ -102,6 +102,9 @@ def test_a_name_with_tags_is_text_in_table_md(made: Made) -> None:
 # A stranger's run
 
 
+SHAPE = b'{"transformer.wte.weight":{"dtype":"F32","shape":[0,9223372036854775807],"data_offsets":[0,0]}}'
+
+
 def hostile_texts(exploded: Path) -> dict[str, bytes]:
     """What a stranger may put in place of a file of a run, by kind."""
     touch = f"touch {exploded}"
@@ -118,6 +121,7 @@ def hostile_texts(exploded: Path) -> dict[str, bytes]:
         "long number": b'{"iter": ' + b"9" * 1_000_000 + b"}",
         "oversized header": (2**62).to_bytes(8, "little") + b"{}",
         "header of a gigabyte": (2**30).to_bytes(8, "little") + b"{}",
+        "shape": len(SHAPE).to_bytes(8, "little") + SHAPE,
         "nothing": b"",
     }
 
@@ -249,6 +253,11 @@ def test_a_stored_run_of_another_eval_interval_is_refused(tmp_path: Path, corpus
     (tmp_path / "runs.csv").write_text(rows.replace("7", "2"))
     with pytest.raises(ConfigError, match="it was changed"):
         without_stored([run], str(tmp_path))
+    abouts: list[Any] = [{"sha256": []}, {"sha256": {"runs.csv": file_sha256(tmp_path / "runs.csv")}, "config": []}]
+    for about in abouts:
+        write_json(tmp_path / "provenance.json", about)
+        with pytest.raises(ConfigError, match="has no runs.csv that can be read"):
+            without_stored([run], str(tmp_path))
 
 
 LINES: list[dict[str, Any]] = [

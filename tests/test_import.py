@@ -188,6 +188,9 @@ def test_rows_past_the_tokenizer_are_cut_and_named(tmp_path: Path) -> None:
         ConfigError, match=r"of the checkpoint's settings: the weight .*q_norm.gain is float32 .*, not absent"
     ):
         read_origin(f"{folder}/x.pt", f"{folder}/meta.pkl").weights_for(model)
+    torch.save({**saved, "model": saved["model"] | {"_orig_mod.lm_head.weight": torch.tensor(1.0)}}, folder / "y.pt")
+    with pytest.raises(ConfigError, match=r"the weight lm_head.weight is float32 \(\)"):
+        read_origin(f"{folder}/y.pt", f"{folder}/meta.pkl").weights_for(model)
     for rows in (10, 300):
         write_nanogpt(tmp_path / "nano", rows)
         with pytest.raises(ConfigError, match=f"its embedding has {rows} rows, its tokenizer 11 tokens"):

@@ -99,11 +99,16 @@ def test_a_stored_report_that_is_damaged_is_refused_in_one_line(
         assert file.read_bytes() == damaged
 
 
+FAR = b"run,metric,iter,value\n0,val/loss," + b"9" * 400 + b",1\n"
 FORGED = {  # file, what is in it -> what a stranger writes there, and the line's reason
     "a short row": ("runs.csv", b"\n", b"\nx,y\n", "line 2 has too many or too few values"),
     "no run": ("runs.csv", b"\n", b"\0", "cannot be read"),
     "commas": ("curves.csv.gz", b"", gzip.compress(b"," * (2**26 + 9)), "holds more than 67,108,864 bytes"),
     "a plan": ("provenance.json", b'"planned": [', b'"planned": [1, ', "must name overrides"),
+    "an object": ("provenance.json", b'"fault.name": "none"', b'"data.folds": {"a": 1}', "has data.folds={"),
+    "a fault": ("provenance.json", b'"fault.name": "none"', b'"fault.name": 7', "has fault.name=7"),
+    "a far iteration": ("curves.csv.gz", b"", gzip.compress(FAR), "has the iteration 999"),
+    "no loss": ("runs.csv", b"val/loss_min", b"val/loss_max", "done without val/loss_min"),
     "a setting": ("provenance.json", b'"max_iters": ', b'"max_iters": [], "x": ', "has max_iters=[]"),
 }
 

@@ -107,6 +107,11 @@ def test_an_unknown_character_is_named(text: str, named: str) -> None:
         build_tokenizer("char", "cab").encode(text)
 
 
+def test_a_saved_vocabulary_of_lone_surrogates_is_refused() -> None:
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        tokenizers.from_dict({"name": "char", "chars": "ab\ud800"})
+
+
 def test_tokens_take_two_bytes_while_the_vocabulary_fits() -> None:
     most = "".join(chr(0x10000 + i) for i in range(2**16))
     assert build_tokenizer("char", most).encode(most).dtype == np.uint16

@@ -284,6 +284,60 @@ def test_an_entry_that_breaks_the_rules_is_refused_in_one_line(
     assert REFUSED[line] in said and said.count("\n") == 1 and not Path("runs").exists()
 
 
+def test_a_dry_run_writes_nothing_beside_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, folder = tiny_track(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("soft.yaml").write_text("{name: soft, overrides: [logits=softcap]}")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    words = ["enter=soft.yaml", "dry_run=true", "sweep_dir=soft", f"sweep={sweep}", f"folder={folder}"]
+    assert run_script(TrackOptions, make, "", words) == 0
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+TIMES = '{"variants": {"none": 1}}'
+STRANGE: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to a board -> the line's reason
+    "name": (lambda board: enter(board, "x.bar"), "x.bar must be the name of an entry"),
+    "two boards": (lambda board: [shutil.copytree(board / of, enter(board) / of) for of in ("grid", "final")], "read:"),
+    "no runs": (lambda board: enter(board), "holds no report"),
+    "times": (lambda board: (board / "train.json").write_text(TIMES), "does not time contestants"),
+    "page": (lambda board: (board / "README.md").write_bytes(b"\xff\xfe"), "README.md must be UTF-8 text"),
+    "pipe": (lambda board: piped(board / "README.md"), "README.md cannot be read"),
+}
+
+
+def piped(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def enter(board: Path, name: str = "x") -> Path:
+    path = board / "entries" / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "entry.yaml").touch()
+    return path
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_strangers_board_is_refused_in_one_line(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, folder = tiny_track(tmp_path)
+    do, says = STRANGE[kind]
+    do(folder)
+    assert run_script(TrackOptions, make, "", [f"sweep={sweep}", f"folder={folder}"]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_an_entry_whose_provenance_is_damaged_is_not_withdrawn(tmp_path: Path) -> None:
+    sweep, folder = tiny_track(tmp_path)
+    file = enter(folder) / "provenance.json"
+    file.write_text('{"sweep": ')
+    with pytest.raises(ConfigError, match="provenance.json cannot be read"):
+        make(TrackOptions(withdraw="x", reason="bad", sweep=str(sweep), folder=str(folder)))
+    assert file.read_text() == '{"sweep": '
+
+
 def test_a_board_is_full_after_40_comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep, folder = tiny_track(tmp_path)
     monkeypatch.setattr(track, "ROWS", 2)  # as many as opened it

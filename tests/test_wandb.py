@@ -368,6 +368,15 @@ def sync(run_dir: Path) -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("strange", [{"config": "/etc/passwd"}, {"tags": "ab"}, {"tags": [1]}, {"name": ["x"]}])
+def test_a_strangers_job_names_no_file_and_no_other_argument(strange: dict[str, Any]) -> None:
+    good = {"id": "a", "project": "p", "config": {"x": 1}, "tags": ["t"]}
+    told = wandb_follower.arguments({**good, "dir": "/elsewhere", "settings": {"program": "x"}})
+    assert {key: value for key, value in told.items() if value is not None} == good
+    with pytest.raises(ValueError, match="is not what a run writes"):
+        wandb_follower.arguments(good | strange)
+
+
 def test_offline_recordings_of_a_run_that_was_killed_hold_each_line_once(tmp_path: Path, server: Server) -> None:
     run = tmp_path / "run"
     kill_with_wandb(trainer(run, "offline", pause=0.02), lambda: recorded(run) > 0)

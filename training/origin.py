@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core import checkpoint
 from core.files import ANYWHERE, expand, file_sha256, read_json
-from core.schema import ConfigError, one_line, require, settings_of
+from core.schema import ConfigError, one_line, require, settings_of, show
 from data.corpora import probe_hub
 from data.hf_tokenizer import folder_tokenizer
 from data.nanogpt import read_meta, require_flat
@@ -56,7 +56,7 @@ class Origin:
         those of the settings."""
         weights = {**self.weights(model)}
         for name in weights.keys() & EMBEDDINGS:
-            weights[name] = weights[name][: model.vocab_size]
+            weights[name] = weights[name][: model.vocab_size] if weights[name].dim() else weights[name]
         if not self.state:  # others keep half precision, too
             weights = {name: w.float() if w.is_floating_point() else w for name, w in weights.items()}
         try:
@@ -146,7 +146,7 @@ def read_folder(file: Path) -> Origin:
         weights = gpt2_names(weights, tied=theirs.get("tie_word_embeddings", True))
     config = settings_from(theirs, weights)
     free = ("qk_norm.eps",) if config.model.bias or config.model.norm == "rmsnorm" else ("model.bias",)
-    notes = [f"was trained with fault={theirs['fault']}"] if "fault" in theirs else []
+    notes = [f"was trained with fault={show(theirs['fault'])[:50]}"] if "fault" in theirs else []
     return with_tokens(
         Origin(
             config, lambda model: renamed(model, weights, back=True), theirs["vocab_size"],

@@ -20,6 +20,11 @@ from sweeps.definition import check_sweep
 from sweeps.status import FINAL, State
 
 PLUGINS = "plugins_sha256"  # the column of a summary's `plugins`, where some run has any
+CONFIG_KINDS = {
+    "eval_interval": int, "max_iters": int, "fault.name": str, "optim.learning_rate": int | float,
+    "data.fold": int, "data.folds": int, "model.block_size": int,
+}  # fmt: skip
+CURVES = ["run", "metric", "iter", "value"]
 ROW = ["id", "settings", "seed", "fold", "status", "iter", "reason"]
 
 
@@ -58,7 +63,7 @@ def curves_csv(sweep: Sweep) -> bytes:
     """curves.csv.gz: a line for each value of each curve; `run` is the row of runs.csv, from 0 on."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["run", "metric", "iter", "value"])
+    writer.writerow(CURVES)
     for n, run in enumerate(sweep.runs):
         writer.writerows([n, key, i, value] for key, curve in run.curves.items() for i, value in curve.items())
     return gzip.compress(text.getvalue().encode(), mtime=0)
@@ -102,9 +107,14 @@ def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any
     summary = {key: text if key in TEXTS else number_or_text(text) for key, text in found.items()}
     summary |= {"plugins": parse_object(row[PLUGINS].encode())} if row.get(PLUGINS) else {}
     summary |= {"iter": state.iter} if state.state in FINAL else {}
-    for content, kinds in ((summary, NUMBER_KINDS), (config, {"eval_interval": int, "max_iters": int})):
+    config["fault.name"] = config.get("fault.name") or "none"
+    for content, kinds in ((summary, NUMBER_KINDS), (config, CONFIG_KINDS)):
         wrong = mistyped(content, kinds)
         require(not wrong, f"runs.csv has {wrong}")
+    nested = [key for key, value in config.items() if isinstance(value, dict)]
+    require(not nested, f"its settings have an object as {', '.join(nested)}")
+    missing = [key for key in ("val/loss_min", "val/loss", "iter_of_min") if summary.get(key) is None]
+    require(state.state != "done" or not missing, f"runs.csv has a run that is done without {', '.join(missing)}")
     return Run(row["id"], row["settings"].split(";"), seed, fold, config, state, summary, curves)
 
 
@@ -118,9 +128,11 @@ def number_or_text(text: str) -> Any:
 def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
     """Line of runs.csv -> metric -> curve."""
     found: dict[int, dict[str, Any]] = {}
-    for row in rows_of(unpacked(file)):
-        of = found.setdefault(int(row["run"]), {}).setdefault(row["metric"], {})
-        of[int(row["iter"])] = float(row["value"])
+    lines = csv.reader(io.StringIO(unpacked(file).decode(), newline=""))
+    require(next(lines, None) == CURVES, f"{file.name} does not begin with {','.join(CURVES)}")
+    for run, metric, step, value in lines:
+        require(len(step) < 16, f"{file.name} has the iteration {step[:20]}")
+        found.setdefault(int(run), {}).setdefault(metric, {})[int(step)] = float(value)
     return found
 
 

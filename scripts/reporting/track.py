@@ -7,6 +7,7 @@ and final runs at its best rate with fresh seeds, which alone decide. results/at
 import csv
 import io
 import math
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,7 +19,8 @@ from typing import Any
 
 from core.files import read_json
 from core.git import short
-from core.schema import Rule, require
+from core.record import is_number
+from core.schema import ConfigError, Rule, one_line, require
 from scripts.reporting.charts import OKABE_ITO, Figure, marks, quantity
 from scripts.reporting.comparisons import Comparison, compare
 from scripts.reporting.numbers import Estimate, interval, n_needed
@@ -39,6 +41,11 @@ TIMES = ("train.json", "decode.json")  # files of the times of updates, and of d
 ONE_LINE = Rule(
     lambda t: t.isprintable() and t.strip() != "" and not {*"<>|"} & {*t}, "must be a line without <, > and |"
 )
+NAME = Rule(
+    lambda name: re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) is not None and name not in (BASELINE, PLAIN, FINAL),
+    f"must be a lower-case word, and not {BASELINE}, {PLAIN} or {FINAL}",
+)
+ENTRY = Rule(lambda name: NAME.holds(re.sub(r"\.\d+$", "", name)), "must be the name of an entry, as asinh or asinh.1")
 LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
 
 
@@ -146,12 +153,20 @@ def by_folder(folder: Path) -> dict[Path, Entry]:
     """
     every, counted = {folder / row.name: row for row in opened(folder)}, dict[str, Path]()
     paths = [file.parent for file in (folder / "entries").glob("*/entry.yaml")]
+    for path in paths:
+        require(ENTRY.holds(path.name), f"{path} {ENTRY.says}")
     for path in sorted(paths, key=lambda path: (path.stem, float(path.suffix[1:] or "inf"))):
         about = {"by": "–", "date": "–"} | read_json(path / "provenance.json")
-        for key in {"by", "date", "withdrawn"} & about.keys():
-            require(ONE_LINE.holds(str(about[key])), f"{path}: {key} in provenance.json {ONE_LINE.says}")
-        (row,) = entries(*stored(path), path, {key: str(about[key]) for key in ("by", "date")})
-        every[path] = replace(row, status=f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "")
+        try:
+            (row,) = entries(*stored(path), path, {key: str(about[key]) for key in ("by", "date")})
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever numbers meet that somebody has edited
+            raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
+        row = replace(row, status=f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "")
+        for text in (row.status, *row.about.values()):
+            require(text == "" or ONE_LINE.holds(text), f"{path}: {text!a} {ONE_LINE.says}")
+        every[path] = row
     for path, row in every.items():
         if not row.status and row.name in counted:
             every[counted[row.name]] = replace(every[counted[row.name]], status="superseded")
@@ -199,12 +214,17 @@ def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Estimate]:
     """
     if not file.exists():
         return {}
-    content: Any = read_json(file)
-    content = content.get("1_sequences", content)  # bench_sample.py groups its results
-    timed = next(iter(content.get("variants", {})), None)
-    require(timed in contestants, f"{file} does not time contestants: scripts/track.py enter= writes it")
-    ratios = {str(timed): {"median": 1.0}, **content["time_over_first"]}
-    return {name: Estimate(of["median"], of.get("low"), of.get("high"), 1) for name, of in ratios.items()}
+    told = f"{file} does not time contestants: scripts/track.py enter= writes it"
+    try:
+        content: Any = read_json(file)
+        content = content.get("1_sequences", content)  # bench_sample.py groups its results
+        timed = next(iter(content["variants"]))
+        ratios = {timed: {"median": 1.0}, **content["time_over_first"]}
+        found = {name: Estimate(of["median"], of.get("low"), of.get("high"), 1) for name, of in ratios.items()}
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise ConfigError(told) from error
+    require(timed in contestants and all(is_number(ratio.mean) for ratio in found.values()), told)
+    return found
 
 
 # -----------------------------------------------------------------------------
@@ -279,7 +299,8 @@ def first_rows(found: Sequence[Entry]) -> tuple[str, str]:
     said = (
         f"{len(counted)} controls of attention logits, plain attention (`{PLAIN}`) among them, each at its own best "
         f"learning rate, compared with the {BASELINE.upper()} QK norm. {', '.join(told).capitalize()}; for "
-        f"{verdicts['not told apart']} the test finds no difference (p below 0.05/{ROWS} is needed, as a board has {ROWS} rows). "
+        f"{verdicts['not told apart']} the test finds no difference (p below 0.05/{ROWS} is needed: a board has {ROWS} "
+        f"rows at most). "
         f"{counted[0].loss.n} seeds find a single difference of {floor[2]:.3f} nats with 80\u00a0% power. Rows are "
         f"sorted by mean loss minus that of {BASELINE.upper()}. Time: over that of `{PLAIN}`."
     )
