@@ -299,7 +299,7 @@ def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
         known = options_of(schema).get(group, [option])
         if option not in known:
             told = must_be_one_of(option, known, f"{group}=")
-            if hasattr(declared(schema)[group].default, "slot"):
+            if group in declared(schema) and hasattr(declared(schema)[group].default, "slot"):
                 named = any("plugins=" in word for word in overrides)
                 told += "; the plugins register no such option" if named else "; one of yours needs plugins=[ITS_FILE]"
             return f"{override} {told}"

@@ -73,7 +73,7 @@ def read_config(path: Path) -> str:
     return read_regular(path / "config.yaml", CONFIG_BYTES).decode()
 
 
-def file_sha256(path: Path, limit: float = math.inf, within: Path = ANYWHERE) -> str:
+def file_sha256(path: Path, limit: float = LINES_BYTES, within: Path = ANYWHERE) -> str:
     with open_regular(path, limit=limit, within=within) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

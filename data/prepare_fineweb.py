@@ -7,6 +7,7 @@ continues with the same command: progress.json says how much is done.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -447,7 +448,7 @@ class ShardWriter:
         assert self.stream is not None
         self.flushed_state()
         self.stream.close()
-        self.shards.append({"file": self.file.name, **self.current, "sha256": file_sha256(self.file)})
+        self.shards.append({"file": self.file.name, **self.current, "sha256": file_sha256(self.file, math.inf)})
         self.current, self.stream = dict.fromkeys(self.current, 0), None
 
     def finish(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ tokenizer.json        the tokenizer; index.json has its SHA-256
 
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -93,7 +94,7 @@ def measured(file: Path, tokens: np.ndarray, again: bool) -> tuple[str, int]:
     seen = cache_folder() / "verified" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
     found = {} if again else read_json(seen)
     if not found:
-        found = {"sha256": file_sha256(file), "highest": int(tokens.max(initial=0))}
+        found = {"sha256": file_sha256(file, math.inf), "highest": int(tokens.max(initial=0))}
         with suppress(OSError):  # a read-only cache: the next start reads the file again
             seen.parent.mkdir(parents=True, exist_ok=True)
             write_json(seen, found)

@@ -73,7 +73,7 @@ def test_no_floor_knows_an_upper_one_by_a_string() -> None:
 
 # what they open is the user's, the machine's or ours
 OPEN_OTHER_FILES = {"cli.py", "device.py", "files.py", "process.py", "build.py", "docs.py", "ledger.py",
-                    "page.py", "track.py"}  # fmt: skip
+                    "page.py"}  # fmt: skip
 
 
 def test_a_file_of_a_run_is_opened_in_one_place() -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from core import checkpoint
+from core.device import total_memory
 from core.files import ANYWHERE, expand, file_sha256, read_json
 from core.schema import ConfigError, one_line, require, settings_of, show
 from data.corpora import probe_hub
@@ -109,7 +110,7 @@ def sha256_of(name: str) -> str:
 @functools.cache
 def sha256_at(file: Path, mtime: int) -> str:
     """Once for all runs of a sweep."""
-    return file_sha256(file)
+    return file_sha256(file, total_memory(torch.device("cpu")))
 
 
 def fetch_folder(name: str, key: str) -> Path:

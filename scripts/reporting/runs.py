@@ -278,7 +278,11 @@ def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str
     summary |= evaluation(path, [summary["iter_of_min"], summary["iter"]])
     records = summary.pop("records", None) or {}
     if (sha256 := records.get("metrics.jsonl")) and (path / "metrics.jsonl").is_file():
-        require(file_sha256(path / "metrics.jsonl") == sha256, "metrics.jsonl has changed since the run ended")
+        try:
+            same = file_sha256(path / "metrics.jsonl") == sha256
+        except OSError as error:
+            raise ConfigError(f"metrics.jsonl cannot be read: {error.strerror}") from error
+        require(same, "metrics.jsonl has changed since the run ended")
     curves = read_curves(path, keys)
     known = curves.get("val/loss", {}).get(summary["iter_of_min"]) == summary["val/loss_min"]
     require(known, "the minimum of summary.json is not in metrics.jsonl")
