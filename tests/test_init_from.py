@@ -140,7 +140,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "norm": ({"qk_norm": {"name": "lp", "p": 3.0}}, r"qk_norm.name none -> lp.*qk_norm.p unset -> 3.0"),
     "tokenizer": (
         {"data": "byte"},
-        r"the tokens of char -> the 256 of data.tokenizer=byte: only a text that has its tokens can train it further",
+        r"the tokens of char -> the 256 of data.tokenizer=byte: the text must have its tokens",
     ),
 }
 
@@ -251,7 +251,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
             "plain",
             plain,
             others,
-            "the tokens of char -> the 15 of data.tokenizer=char: only a text that has its tokens can train it further",
+            "the tokens of char -> the 15 of data.tokenizer=char: the text must have its tokens",
         ),
         ("plain", VARIANTS["qwen3-gqa"][1], CHARS, "attention.name mha -> gqa"),
         ("bias", no_bias, CHARS, "model.bias true -> false"),

@@ -17,7 +17,7 @@ from training.origin import Origin, read_origin, sha256_of
 from training.session import saved_state
 from training.state import checked
 
-NEW_TOKENS = "only a text that has its tokens can train it further, as any has those of byte and gpt2"
+NEW_TOKENS = "the text must have its tokens, as any has byte's and gpt2's"
 # setting -> the value that its null means
 DERIVED: dict[str, Callable[[ModelOptions], int]] = {
     "model.mlp_hidden": lambda model: 4 * model.n_embd,
