@@ -231,7 +231,8 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     plugins = check_rules(entry, folder, plan_runs(every, [])[0].config) if asked.enter else ()
     place = expand(asked.sweep_dir or f"runs/entries/{sweep_name(asked.sweep)}/{name}").resolve()
     launched(every, place, dry_run=True)
-    say("The estimate comes from a short timing on this machine.")
+    busy = ", whose cores are busy: on quiet ones it takes less" if busy_cpus() > QUIET else ""
+    say(f"The estimate comes from a short timing on this machine{busy}.")
     say("Not included: 2 runs for each extra rate, and some minutes to time updates.")
     if asked.enter:
         folder /= f"entries/{name}"
