@@ -163,7 +163,7 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
     if asked.out is None:
         refuse_to_drop_runs(sweep, out)
     for said in caveats(sweep):
-        say(f"warning: {said}")
+        say(f"note: {said}")
     report(sweep, out, argv)
     states, page_file = tally([run.state for run in sweep.runs]), shlex.quote(str(out / "report.html"))
     say(f"{out}: {len(sweep.runs)} runs, {states}; open {page_file}")

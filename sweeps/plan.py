@@ -179,7 +179,7 @@ def unknown_points(
             absent.append([family.baseline] if matched else family.settings)
         for terms in family.named:
             missing = [setting for setting, _ in terms if setting not in points]
-            if len(missing) < len(terms):
+            if 0 < len(missing) < len(terms):
                 absent.append(missing)
         for settings in absent:
             parts = {point.partition("/")[0] for point in settings}
