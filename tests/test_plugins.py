@@ -645,6 +645,10 @@ def test_a_worker_refuses_another_plugin_than_its_launcher_had(
         error = read_claim(sweep_dir, run.id)["error"]
         assert error is None if says is None else says in error
         (sweep_dir / "claims" / run.id).unlink()
+    with (tmp_path / "halves.py").open("a") as file:
+        file.write("# changed\n")
+    said = forked("sweeps/launch.py", "sweep=mine.yaml").stdout
+    assert "warning: the plugin halves has changed: its SHA-256 is " in said and "another sweep_dir= trains all" in said
 
 
 @pytest.mark.parametrize("command", ["train.py", "sweeps/launch.py sweep=mine.yaml retries=0"])

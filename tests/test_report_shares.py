@@ -18,7 +18,7 @@ from scripts.reporting.charts import Series, styles, value_axis
 from scripts.reporting.comparisons import compared_families, shares
 from scripts.reporting.figures import family_figures, per_update
 from scripts.reporting.numbers import interval, ratio, within
-from scripts.reporting.page import outline
+from scripts.reporting.page import caveats, outline
 from scripts.reporting.runs import Replicate
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Table, facts
@@ -192,7 +192,18 @@ def test_a_report_made_again_still_says_that_a_plugin_changed(tmp_path: Path) ->
     report.report(sweep, tmp_path / "out", [])
     again = read_stored(tmp_path / "out", sweep.name)
     assert facts(again) == facts(sweep)
-    assert facts(again)["plugins"] == "mine (2 versions: its file changed between runs)"
+    assert facts(again)["plugins"] == "mine (2 versions)"
+    (said,) = caveats(again)
+    assert said == "mine.py changed between runs: 2 versions of it are compared" and f"**{said}.**" in text_of(again)
+
+
+def test_a_report_names_a_comparison_whose_baseline_is_no_setting(tmp_path: Path) -> None:
+    compare = {"p": {"baseline": "p=2.0"}, "q": {"baseline": "p=2"}, "r": {"pairs": [["p=2", "p=5"]]}}
+    made = Made(tmp_path / "sweep", compare=compare)
+    for p in (2, 3):
+        made.run(f"p={p}", 0, falling(1.5))
+    said = [f"compare.{name} is no setting of this sweep; it has p=2, p=3" for name in ("p: p=2.0", "r: p=5")]
+    assert caveats(sweep_of(made.path)) == said
 
 
 def test_a_claim_may_be_about_where_the_minimum_is(tmp_path: Path) -> None:
