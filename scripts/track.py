@@ -72,6 +72,7 @@ from sweeps.plan import key_of, plan_runs
 from training.config import TrainConfig
 
 BEGIN, END = "<!-- made by scripts/track.py -->\n", "<!-- end -->"
+DISPUTED = "<!-- made by scripts/track.py from disputes.yaml -->\n"
 TRACK = "attention_track"
 SEEDS = [*range(11, 19)]  # of the final runs
 MORE_RATES = 3  # than the grid has, where the best one is at its edge
@@ -146,8 +147,12 @@ def make(asked: TrackOptions) -> int:
 def write_board(folder: Path, sweep: Definition) -> None:
     page, found = folder / "README.md", track.rows(folder)
     text = read_text(str(page), str(page)) if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}\n"
+    text = with_block(text, BEGIN, END, f"\n{track.board(found)}\n")
+    if (file := folder / "disputes.yaml").is_file():
+        said = convert(parse_yaml(read_text(str(file), str(file)), str(file)), dict, str(file))
+        text = with_block(text, DISPUTED, END, f"\n{track.disputed(found, said)}\n")
     made = {
-        page: with_block(text, BEGIN, END, f"\n{track.board(found)}\n"),
+        page: text,
         folder / "board.csv": track.board_csv(found),
         folder / "rates.svg": svg(track.rates_figure([row for row in found if not row.status])).decode(),
     }

@@ -27,7 +27,7 @@ from scripts.reporting.numbers import Estimate, interval, n_needed
 from scripts.reporting.rates import best_rate, final_means, runs_by_rate
 from scripts.reporting.runs import METRICS, Sweep
 from scripts.reporting.stored import read_stored
-from scripts.reporting.tables import Columns, ends, filled, mean_and_ends, number
+from scripts.reporting.tables import Columns, Table, ends, filled, mean_and_ends, number
 from sweeps.definition import pair
 
 BASELINE, PLAIN = "rms", "none"  # the contestants that losses, and times, are compared with
@@ -309,6 +309,18 @@ def first_rows(found: Sequence[Entry]) -> tuple[str, str]:
     table = filled(columns, [row for row in counted if rank[row.name] <= FIRST or row.name == PLAIN], text_columns=4)
     gap = ["…", *[""] * (len(table.columns) - 1)]
     return said, replace(table, rows=[*table.rows[:FIRST], gap, *table.rows[FIRST:]]).markdown()
+
+
+def disputed(found: Sequence[Entry], disputes: Mapping[str, Sequence[str]]) -> str:
+    """A table of what is said in public -> the contestants that it concerns, and what the rows that count say of it."""
+    rows = {row.name: row for row in found if not row.status}
+    lines = []
+    for said, names in disputes.items():
+        for name in names:
+            row = rows.get(name)
+            cells = [COUNTED[head](row) for head in ("verdict", DIFFERENCE, "n")] if row else ["not entered", "–", "–"]
+            lines.append([said if name == names[0] else "", f"`{name}`", *cells])
+    return Table(["what is said", "contestant", "verdict", DIFFERENCE, "n"], lines, 3).markdown()
 
 
 def board_csv(found: Sequence[Entry]) -> str:
