@@ -2,6 +2,8 @@
 
 import codecs
 import itertools
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor
 from core import checkpoint
 from core.cli import run_script
 from core.device import require_memory, resolve_device, resolve_dtype
-from core.files import expand
+from core.files import expand, program
 from core.plugins import changed_plugins, load_plugins
 from core.process import printable
 from core.schema import NOT_EMPTY, NOT_NEGATIVE, REQUIRED, AtLeast, Between, ConfigError, Help, Loads, options, require
@@ -138,8 +140,9 @@ class LoadedRun(NamedTuple):
 def load_asked_run(run: str, which: str, device: torch.device, key: str = "run") -> LoadedRun:
     """load_run() for the settings run= (or `key`) and checkpoint=. Raises: ConfigError where nothing can be loaded."""
     file = expand(run) / "ckpt.pt"
-    told = f"{key}={run} is nanoGPT's: python scripts/import_checkpoint.py from={file} out=RUN makes a run of it"
-    require(not file.is_file(), told)
+    command = f"{program('scripts/import_checkpoint.py')} {shlex.quote(f'from={file}')} out=RUN"
+    theirs = file.is_file() and not {"ckpt", "config.yaml", checkpoint.MANIFEST} & {*os.listdir(file.parent)}
+    require(not theirs, f"{key}={run} is nanoGPT's: {command} makes a run of it")
     try:
         loaded = load_run(checkpoint.resolve(expand(run), which, key), device)
     except checkpoint.CorruptCheckpoint as error:

@@ -3,7 +3,7 @@
 Stop a run at any moment, and start it again with the same command: on the same kind of machine and PyTorch it ends with
 the same numbers. On CUDA this needs deterministic=true.
 """
-# State: training/state.py, run.py. Metrics: training/metrics.py. Optimizers: training/optim.py. Norms: model/slots.py
+# Its state: training/state.py. A metric: training/metrics.py. An optimizer: training/optim.py. A norm: model/variants/
 
 import math
 import signal
@@ -64,7 +64,7 @@ def run(config: TrainConfig) -> int:
     session = setup(config, machine)
     session.join_ranks()
     warnings = start_up_checks(session)  # before init_from: they expect the loss of random weights
-    warnings += load_initial_weights(config, session.model, session.data.corpus)  # not where it has a checkpoint
+    warnings += load_initial_weights(config, session.model, session.data.corpus)  # unless the run has a checkpoint
     with open_run_dir(config, machine.world) as run_dir:  # looks again: another process may have had it
         if run_dir.finished and not config.eval_only:
             return say_how_it_ended(config, machine, run_dir)
@@ -130,7 +130,7 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
             evaluates = last or (due and not ends)  # a stop saves at once: what is due is evaluated after a resume
             if evaluates:
                 line |= evaluate(run, step)
-                lowest.update(step, line["val/loss"], extra=not due)  # extra: a longer run lacks it, so its best stays
+                lowest.update(step, line["val/loss"], extra=not due)  # extra: a longer run would not make it
             if lowest.step == step or ends or (step % config.checkpoint_interval == 0 and step > run.start):
                 run.save(line, due)
             if ends:

@@ -301,7 +301,7 @@ def explain(error: BaseException, schema: type, overrides: list[str]) -> str:
             told = must_be_one_of(option, known, f"{group}=")
             if group in declared(schema) and hasattr(declared(schema)[group].default, "slot"):
                 named = any("plugins=" in word for word in overrides)
-                told += "; the plugins register no such option" if named else "; one of yours needs plugins=[ITS_FILE]"
+                told += "; the plugins register no such option" if named else "; one of yours needs plugins=[MODULE]"
             return f"{override} {told}"
     return text
 

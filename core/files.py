@@ -29,7 +29,10 @@ FOLDERS: dict[str, str] = {}  # what a folder with a file of this name is; whoev
 
 def program(name: str) -> str:
     """How a shell calls a program of ours from the current folder, as "python sample.py"."""
-    return f"python {name if Path.cwd() == ROOT else shlex.quote(str(ROOT / name))}"
+    with suppress(OSError):  # the folder may be gone
+        if Path.cwd() == ROOT:
+            return f"python {name}"
+    return f"python {shlex.quote(str(ROOT / name))}"
 
 
 def expand(path: str | Path) -> Path:

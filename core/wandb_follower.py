@@ -187,9 +187,10 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
 
 
 def recordings(run_dir: Path) -> list[Path]:
-    """W&B's files of a run. A link to a file elsewhere is skipped."""
+    """W&B's files of a run. What is reached by a link is skipped."""
     found = sorted((run_dir / "wandb").glob("*run-*/*.wandb"))
-    return [file for file in found if file.is_file() and not file.is_symlink()]
+    real = run_dir.resolve()
+    return [file for file in found if file.is_file() and file.resolve() == real / file.relative_to(run_dir)]
 
 
 def offline_recordings(run_dir: Path) -> str:
@@ -209,6 +210,8 @@ def cut_incomplete_record(file: Path) -> None:
     It is a log of LevelDB after 7 bytes: blocks of 32 KiB, of parts of records with a header each (checksum of what
     comes after the size, size, kind), kind 1 for a whole record and 4 for its last part.
     """
+    if file.stat().st_size > LINES_BYTES:
+        return
     content = read_regular(file, LINES_BYTES)
     at = whole = 7
     while at < len(content):

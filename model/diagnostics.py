@@ -72,9 +72,10 @@ def attention_weights(model: GPT, idx: Tensor) -> list[Tensor]:
     layers: list[list[Tensor]] = [[] for _ in model.attentions]
 
     def add(attn: Any, rows: list[Tensor], q: Tensor, k: Tensor, scale: float, bend: Bend | None) -> None:
+        weigh = getattr(attn, "weigh", lambda logits: logits.softmax(-1))  # softpick
         softmax = getattr(attn, "softmax", lambda att, _: att)  # a sink takes a share
         for logits in visible_logits(q, k, scale, bend):  # (B, nh, rows, S)
-            att = softmax(logits.softmax(-1), logits.logsumexp(-1))
+            att = softmax(weigh(logits), logits.logsumexp(-1))
             rows.append(nn.functional.pad(att, (0, idx.size(1) - att.size(-1))))
 
     observe(model, idx, [functools.partial(add, *each) for each in zip(model.attentions, layers, strict=True)])

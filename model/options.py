@@ -130,6 +130,12 @@ class SoftpickOptions(MHAOptions):
 
     name: str = "softpick"
 
+    def check_fit(self, config: "GPTConfig") -> None:
+        super().check_fit(config)
+        for group, one in (("logits", config.logits), ("softmax", config.softmax)):
+            good = one.name in ("none", "plain", "ssmax", "gain")  # the last two scale queries
+            require(good, f"{group}={one.name} acts on the softmax, which attention=softpick does not have")
+
 
 @options
 class MLAOptions(AttentionOptions):

@@ -40,7 +40,10 @@ from sweeps.status import FINAL, SweepPlace, finished_in, tally
 def report(sweep: Sweep, out: Path, argv: Sequence[str]) -> None:
     """Write a sweep's report. Raises: ConfigError before anything is written."""
     require(not out.exists() or out.is_dir(), f"out={out} is not a directory")
-    about, sections = facts(sweep), outline(sweep, compared_families(sweep))
+    families = compared_families(sweep)
+    for said in caveats(sweep, families):
+        say(f"note: {said}")
+    about, sections = facts(sweep), outline(sweep, families)
     done = f"{sum(run.done for run in sweep.runs)} of {len(sweep.runs)} runs done"
     figures = figures_of(sections)
     for name, n in Counter(figure.name for figure in figures).items():
@@ -162,8 +165,6 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
             sweep = joined(sweep, read_sweep(asked.directory, name))
     if asked.out is None:
         refuse_to_drop_runs(sweep, out)
-    for said in caveats(sweep):
-        say(f"note: {said}")
     report(sweep, out, argv)
     states, page_file = tally([run.state for run in sweep.runs]), shlex.quote(str(out / "report.html"))
     say(f"{out}: {len(sweep.runs)} runs, {states}; open {page_file}")

@@ -148,8 +148,9 @@ def write_board(folder: Path, sweep: Definition) -> None:
     page, found = folder / "README.md", track.rows(folder)
     text = read_text(str(page), str(page)) if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}\n"
     text = with_block(text, BEGIN, END, f"\n{track.board(found)}\n")
-    if (file := folder / "disputes.yaml").is_file():
+    if (file := folder / "disputes.yaml").is_file() and DISPUTED in text:
         said = convert(parse_yaml(read_text(str(file), str(file)), str(file)), dict, str(file))
+        said = {one: convert(names, tuple[str, ...], f"{file}: {one[:50]}") for one, names in said.items()}
         text = with_block(text, DISPUTED, END, f"\n{track.disputed(found, said)}\n")
     made = {
         page: text,
@@ -387,7 +388,8 @@ def verified(path: Path, folder: Path) -> Entry:
     """The row of an entry; none of its code is run. Raises: ConfigError where its files do not fit, or board.csv."""
     row, (grid, final), about = track.by_folder(folder)[path], track.stored(path), read_json(path / "provenance.json")
     recorded = {f"{plugin}.py": sha256 for plugin, sha256 in row.settings["plugins"].items()}
-    for name, sha256 in {**dict.fromkeys(os.listdir(path)), **about.get("sha256", {}), **recorded}.items():
+    known = convert(about.get("sha256"), dict, "provenance.json: sha256")
+    for name, sha256 in {**dict.fromkeys(os.listdir(path)), **known, **recorded}.items():
         good = Path(name).name == name and file_sha256(path / name, within=path) == sha256
         require(good or name == "provenance.json", f"{name} was changed, or is not what its runs had")
     entry = read_contestant(path / "entry.yaml", None)

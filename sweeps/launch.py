@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -235,10 +234,11 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun], hint: 
     complete = all(state.state in FINAL for state in states.values())
     if complete and hint:
         place = [f"{key}={value}" for key, value in (("sweep_dir", asked.sweep_dir), ("from", asked.from_)) if value]
-        others = set[str]()  # in results/NAME, which a report of these runs would lose
-        with suppress(OSError, ValueError, KeyError, csv.Error):
-            others = finished_in(Path("results") / sweep_name(str(asked.sweep))) - states.keys()
-        if not asked.from_ and (asked.sweep_dir or others):
+        try:  # whether results/NAME has runs that a report of these would lose
+            lost = bool(finished_in(Path("results") / sweep_name(str(asked.sweep))) - states.keys())
+        except (OSError, ValueError, KeyError, csv.Error) as error:
+            lost = not isinstance(error, FileNotFoundError)
+        if not asked.from_ and (asked.sweep_dir or lost):
             place.append(f"out={sweep_dir / 'report'}")
         say(f"next: {program('scripts/report.py')} {shlex.join([f'sweep={asked.sweep}', *place])}")
     return 0 if complete else 1

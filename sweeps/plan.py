@@ -171,6 +171,11 @@ def unknown_points(
 
     left_out: names of parts; None: those that `sweep` lacks, if it has any.
     """
+
+    def is_left_out(point: str) -> bool:
+        part = point.partition("/")[0]
+        return part in left_out if left_out is not None else bool(sweep.parts) and part not in sweep.parts
+
     known = ", ".join(sorted(points)[:12]) + (", …" if len(points) > 12 else "")
     for name, family in sweep.families.items():
         matched = any(fnmatchcase(point, pattern) for point in points for pattern in family.settings)
@@ -182,8 +187,7 @@ def unknown_points(
             if 0 < len(missing) < len(terms):
                 absent.append(missing)
         for settings in absent:
-            parts = {point.partition("/")[0] for point in settings}
-            if not parts <= {*left_out} if left_out is not None else not sweep.parts or parts & sweep.parts.keys():
+            if not all(map(is_left_out, settings)):
                 yield f"compare.{name}: {', '.join(settings)} is no setting of this sweep; it has {known}"
 
 

@@ -164,6 +164,7 @@ def test_an_audit_finds_the_same(old: Path, forked: Program) -> None:
     both = before.keys() & now.keys()  # the earlier audit had more numbers of some checks
     assert {key: now[key] for key in both} == pytest.approx({key: before[key] for key in both}, rel=TOLERANCE, abs=1e-6)
     assert {name.split("/")[1] for name in both} == found["checks"].keys()
+    assert {name.split("/")[1] for name in before.keys() - both} == {"future leakage", "step-0 loss", "accumulation"}
 
 
 def leaves(content: Any, key: str = "") -> dict[str, float]:

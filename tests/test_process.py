@@ -54,7 +54,7 @@ PROGRAMS = {  # its words, what the command lines of its children have, and how 
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        ("check_gpu", signal.SIGKILL), ("bench", signal.SIGTERM),
+        ("check_gpu", signal.SIGKILL), ("bench", signal.SIGTERM),  # neither handles a signal: one watcher ends both's
         ("launch", signal.SIGHUP), ("mps", signal.SIGKILL), ("torchrun", signal.SIGKILL), ("compilers", signal.SIGTERM),
         ("compilers", signal.SIGKILL),
     ],

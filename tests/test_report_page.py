@@ -105,7 +105,7 @@ FORGED = {  # file, what is in it -> what a stranger writes there, and the line'
     "no run": ("runs.csv", b"\n", b"\0", "cannot be read"),
     "commas": ("curves.csv.gz", b"", gzip.compress(b"," * (2**26 + 9)), "holds more than 67,108,864 bytes"),
     "a plan": ("provenance.json", b'"planned": [', b'"planned": [1, ', "must name overrides"),
-    "an object": ("provenance.json", b'"fault.name": "none"', b'"data.folds": {"a": 1}', "has data.folds={"),
+    "an object": ("provenance.json", b'"fault.name": "none"', b'"x": {"a": 1}', "the setting x is an object"),
     "a fault": ("provenance.json", b'"fault.name": "none"', b'"fault.name": 7', "has fault.name=7"),
     "a far iteration": ("curves.csv.gz", b"", gzip.compress(FAR), "has the iteration 999"),
     "no loss": ("runs.csv", b"val/loss_min", b"val/loss_max", "done without val/loss_min"),

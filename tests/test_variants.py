@@ -18,6 +18,7 @@ from variants import CONTESTANTS, build, config_of, random_tokens, refused, rope
 from core.schema import ConfigError
 from data.options import TextFileOptions
 from model import ops
+from model.diagnostics import attention_weights
 from model.gpt import GPT, rotate
 from model.hf import architecture_of
 from model.linear import Linear
@@ -188,6 +189,19 @@ def test_a_layer_computes_its_papers_formula(layout: str, name: str) -> None:
     for state in (p for p in attn.output.parameters() if not p.requires_grad):  # affine's moving average
         state.uniform_(generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(attn(x, rope), expected(config, attn, x, rope), rtol=1e-5, atol=1e-7)
+
+
+@torch.no_grad()
+def test_softpicks_maps_are_its_weights() -> None:
+    gpt, idx = build(config_of("mha", "softpick")), random_tokens(B, T)
+    parts: Any = gpt.transformer
+    attn, x = gpt.attentions[0], parts.h[0].ln_1(parts.wte(idx))
+    att = attention_weights(gpt, idx)[0].double()  # (B, nh, T, T)
+    v = attn.c_attn(x)[..., -C:].unflatten(-1, (nh, hs)).transpose(1, 2)
+    torch.testing.assert_close(
+        attn.c_proj((att @ v).transpose(1, 2).flatten(2)), attn(x, rope_of(gpt)), rtol=1e-5, atol=1e-6
+    )
+    assert (att == 0).tril().any() and (att.sum(-1) < 0.99).any()
 
 
 @pytest.mark.usefixtures("each_implementation")

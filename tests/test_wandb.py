@@ -368,6 +368,20 @@ def sync(run_dir: Path) -> None:
     assert done.returncode == 0
 
 
+def test_recordings_that_a_link_leads_to_are_left_alone(tmp_path: Path) -> None:
+    for folder in ("other/run-2", "run/wandb/run-1"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "run-a.wandb").touch()
+    (tmp_path / "run" / "wandb" / "run-2").symlink_to(tmp_path / "other" / "run-2")
+    (tmp_path / "run" / "wandb" / "run-1" / "run-b.wandb").symlink_to("run-a.wandb")
+    (tmp_path / "alias").symlink_to(tmp_path / "run")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "wandb").symlink_to(tmp_path / "run" / "wandb")
+    found = {name: [file.name for file in wandb_follower.recordings(tmp_path / name)] for name in ("run", "alias")}
+    assert found == {"run": ["run-a.wandb"], "alias": ["run-a.wandb"]}
+    assert wandb_follower.recordings(tmp_path / "linked") == []
+
+
 @pytest.mark.parametrize("strange", [{"config": "/etc/passwd"}, {"tags": "ab"}, {"tags": [1]}, {"name": ["x"]}])
 def test_a_strangers_job_names_no_file_and_no_other_argument(strange: dict[str, Any]) -> None:
     good = {"id": "a", "project": "p", "config": {"x": 1}, "tags": ["t"]}

@@ -172,7 +172,8 @@ def norm_warnings(session: Session) -> Iterator[str]:
 def attention_warnings(session: Session) -> list[str]:
     """A warning of attention that holds T x T on a GPU."""
     machine, config = session.machine, session.config
-    plain = session.model.attentions[0].plain_softmax  # no kernel of a GPU takes another softmax
+    attention = session.model.attentions[0]  # no kernel of a GPU takes another softmax
+    plain = attention.plain_softmax and not hasattr(attention, "weigh")
     if machine.device.type != "cuda" or (session.attention_backend != "math" and plain):
         return []
     T = config.model.block_size

@@ -441,6 +441,8 @@ class TrainConfig(GPTConfig, RootOptions):
         for group in ("logits", "softmax"):
             allowed = self.fault.name != "no_mask" or group not in self.variants
             require(allowed, f"fault=no_mask replaces the whole softmax: remove {group}=")
+        own = self.fault.name == "no_mask" and self.attention.name == "softpick"
+        require(not own, "fault=no_mask replaces the whole softmax, which attention=softpick does not have")
         require(
             self.fault.name != "loss_over_accumulation" or self.gradient_accumulation_steps > 1,
             "fault=loss_over_accumulation needs gradient_accumulation_steps > 1",

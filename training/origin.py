@@ -94,7 +94,8 @@ def weights_file(name: str, key: str = "init_from") -> Path:
     if path.is_file():
         require(path.suffix == ".pt", f"{key}={name} cannot be read; {READABLE}")
         return path
-    if (path / "ckpt.pt").is_file():  # nanoGPT's out_dir
+    ours = any((path / name).exists() for name in ("ckpt", "config.json", checkpoint.MANIFEST))
+    if not ours and (path / "ckpt.pt").is_file():  # nanoGPT's out_dir
         return path / "ckpt.pt"
     folder = path if (path / "config.json").is_file() else checkpoint.resolve(path, "best", key)
     file = folder / "model.safetensors"

@@ -55,7 +55,6 @@ def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, A
         "notes": wandb.notes,
         "tags": [*wandb.tags, *(f"{key}:{tags[key]}" for key in shown if tags[key] not in (None, "none"))],
         "id": known_id or f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:100]}-{secrets.token_hex(4)}",
-        "dir": str(path.resolve()),
         "config": {**settings, **columns, "info": facts.to_json()},
         "resume": "allow",
     }

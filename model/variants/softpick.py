@@ -1,6 +1,8 @@
 """Softpick instead of the softmax: relu(e^l - 1) / (sum |e^l - 1| + eps) of a query's logits l (arXiv 2504.20966).
 
-Weights need not add to 1, and are 0 for keys with l <= 0, so that no token serves as a sink.
+Weights need not add to 1, and are 0 for keys with l <= 0, so that no token serves as a sink. As in the authors' code
+both parts are divided by e^m first, so that eps counts e^m times. Theirs takes m = max l; ours is never below 0, where
+e^-m would overflow.
 """
 
 import torch
@@ -14,6 +16,8 @@ from model.slots import register
 
 
 class SoftpickAttention(GroupedQueryAttention):
+    """Multi-head attention with softpick. It holds T x T logits of each head on a GPU."""
+
     EPS = 1e-6
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -26,13 +30,15 @@ class SoftpickAttention(GroupedQueryAttention):
     def pick(self, q: Tensor, k: Tensor, v: Tensor, scale: float, first: int) -> Tensor:
         """The output of queries q (B, nh, T, hs) of the positions from `first` on, (B, nh, T, hs)."""
         k, v = (x[:, :, : first + q.size(2)] for x in (k, v))  # (B, nh, S, hs)
-        future = ops.is_future(q.size(2), k.size(2), q.device)
         logits = scale * (ops.at_least_fp32(q) @ ops.at_least_fp32(k).mT)  # (B, nh, T, S)
-        logits = logits.masked_fill(future, -torch.inf)
+        att = self.weigh(logits.masked_fill(ops.is_future(q.size(2), k.size(2), q.device), -torch.inf))
+        return F.dropout(att, self.p_dropout, self.training).to(v.dtype) @ v
+
+    def weigh(self, logits: Tensor) -> Tensor:
+        """The weights by the logits (..., S), which are -inf where a key is not seen."""
         m = logits.detach().amax(-1, keepdim=True).clamp(min=0)  # both parts are divided by e^m, against overflow
-        risen = ((logits - m).exp() - (-m).exp()).masked_fill(future, 0)
-        att = F.dropout(risen.relu() / (risen.abs().sum(-1, keepdim=True) + self.EPS), self.p_dropout, self.training)
-        return att.to(v.dtype) @ v
+        risen = ((logits - m).exp() - (-m).exp()).masked_fill(logits.isneginf(), 0)
+        return risen.relu() / (risen.abs().sum(-1, keepdim=True) + self.EPS)
 
 
 register(SoftpickOptions, SoftpickAttention)

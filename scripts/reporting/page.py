@@ -7,7 +7,6 @@ import json
 import re
 import resource
 import string
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,6 +80,7 @@ class Content:
 
 def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     """What the report says, in order."""
+    first = [f"**{said}.**" for said in caveats(sweep, families)]
     not_run = [family.heading for family in families if not was_planned(sweep, family)]
     families = [family for family in families if was_planned(sweep, family)]
     figures, more_figures = part_figures(sweep), family_figures(sweep, families)
@@ -103,7 +103,7 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
         )
         for part, settings in sweep.parts.items()
     ]
-    sections[0] = replace(sections[0], items=[*(f"**{said}.**" for said in caveats(sweep)), *sections[0].items])
+    sections[0] = replace(sections[0], items=[*first, *sections[0].items])
     for family in families:
         compared: list[str | Table | Figure] = []
         for metric, comparisons in zip(family.metrics, family.comparisons, strict=True):
@@ -125,13 +125,13 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     return [*sections, with_notes("How to read this")]
 
 
-def caveats(sweep: Sweep) -> list[str]:
+def caveats(sweep: Sweep, families: Sequence[Family]) -> list[str]:
     """What a reader must know before the conclusions: comparisons that measure something else, or are none."""
-    plugins = {one for run in sweep.runs for one in (run.summary.get("plugins") or {}).items()}
-    versions = Counter(name for name, _ in plugins)
-    found = [temperature_note(sweep.definition, sweep.configs), *unknown_points(sweep.definition, sweep.settings)]
-    for name in sorted(name for name, n in versions.items() if n > 1):
-        found.append(f"{name}.py changed between runs: {versions[name]} versions of it are compared")
+    lost = tuple(f"compare.{family.name}: " for family in families if not was_planned(sweep, family))
+    found = [temperature_note(sweep.definition, sweep.configs)]
+    found += [said for said in unknown_points(sweep.definition, sweep.settings) if said.startswith(lost)]
+    for name, n in sweep.plugin_versions.items():
+        found += [f"the plugin {name} changed between runs: {n} versions of it are compared"] * (n > 1)
     return [said for said in found if said]
 
 

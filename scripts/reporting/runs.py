@@ -1,6 +1,7 @@
 """The table of a sweep's runs, with the curves of each: what every number of a report is made from."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -155,6 +156,12 @@ class Sweep:
     def distinct(self, key: str) -> list[Any]:
         """The values of a key in the runs' summaries."""
         return list(dict.fromkeys(run.summary[key] for run in self.runs if run.summary.get(key) is not None))
+
+    @property
+    def plugin_versions(self) -> Counter[str]:
+        """Plugin -> how many different files of it the runs had."""
+        every = {(name, str(of)) for run in self.runs for name, of in (run.summary.get("plugins") or {}).items()}
+        return Counter(name for name, _ in sorted(every))
 
     @property
     def metrics(self) -> list[Metric]:

@@ -112,7 +112,7 @@ def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any
         wrong = mistyped(content, kinds)
         require(not wrong, f"runs.csv has {wrong}")
     nested = [key for key, value in config.items() if isinstance(value, dict)]
-    require(not nested, f"its settings have an object as {', '.join(nested)}")
+    require(not nested, f"the setting {', '.join(nested)} is an object")
     missing = [key for key in ("val/loss_min", "val/loss", "iter_of_min") if summary.get(key) is None]
     require(state.state != "done" or not missing, f"runs.csv has a run that is done without {', '.join(missing)}")
     return Run(row["id"], row["settings"].split(";"), seed, fold, config, state, summary, curves)

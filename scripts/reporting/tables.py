@@ -316,8 +316,6 @@ def facts(sweep: Sweep) -> dict[str, str]:
     same = {key: found.pop() for key, found in values.items() if len(found) == 1}
     shared = {key: words[key] if value == show(None) else value for key, value in same.items()}
     commits = [short(one) for several in sweep.distinct("commit") for one in several.split(", ")]
-    plugins = dict.fromkeys(one for run in sweep.runs for one in (run.summary.get("plugins") or {}).items())
-    versions = Counter(name for name, _ in plugins)
     faults = [run.config["fault.name"] for run in sweep.runs if run.config["fault.name"] != "none"]
     found = {
         "runs": f"{len(sweep.runs)} planned: {tally([run.state for run in sweep.runs])}",
@@ -332,7 +330,7 @@ def facts(sweep: Sweep) -> dict[str, str]:
         "Python": ", ".join(sweep.distinct("python")),
         "commit": ", ".join(dict.fromkeys(commits)),
         "corpus SHA-256": ", ".join(sweep.distinct("corpus_sha256")),
-        "plugins": ", ".join(f"{name} ({n} versions)" if n > 1 else name for name, n in versions.items()),
+        "plugins": ", ".join(f"{name} ({n} versions)" if n > 1 else name for name, n in sweep.plugin_versions.items()),
         "paper": sweep.definition.paper.get("name", ""),
         "deliberate faults": ", ".join(dict.fromkeys(faults)),
     }
