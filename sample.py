@@ -141,7 +141,7 @@ def load_asked_run(run: str, which: str, device: torch.device, key: str = "run")
     """load_run() for the settings run= (or `key`) and checkpoint=. Raises: ConfigError where nothing can be loaded."""
     file = expand(run) / "ckpt.pt"
     command = f"{program('scripts/import_checkpoint.py')} {shlex.quote(f'from={file}')} out=RUN"
-    theirs = file.is_file() and not {"ckpt", "config.yaml", checkpoint.MANIFEST} & {*os.listdir(file.parent)}
+    theirs = os.path.isfile(file) and not {"ckpt", "config.yaml", checkpoint.MANIFEST} & {*os.listdir(file.parent)}
     require(not theirs, f"{key}={run} is nanoGPT's: {command} makes a run of it")
     try:
         loaded = load_run(checkpoint.resolve(expand(run), which, key), device)

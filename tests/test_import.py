@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Program
+from conftest import ROOT, TINY, Program
 from helpers.runs import lines
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -71,7 +71,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 
 def test_a_nanogpt_checkpoint_becomes_a_run_with_its_logits(nanogpt: Path, tmp_path: Path, forked: Program) -> None:
     done = forked("scripts/import_checkpoint.py", "from=nano/ckpt.pt", "out=run", "meta=nano/meta.pkl")
-    assert "next: python sample.py run=run" in done.stdout
+    assert f"next: python {ROOT / 'sample.py'} run=run" in done.stdout
     model, tokenizer, config, state = load_asked_run(str(tmp_path / "run"), "best", torch.device("cpu"))
     idx = torch.randint(len(CHARS), (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

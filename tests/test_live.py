@@ -276,8 +276,8 @@ def test_status_draws_bars_and_the_best_loss_of_each_point(sweep: Made, capsys: 
     assert lines == [
         f"{sweep.path}: 3 runs, 1 done, 1 stopped, 1 pending",
         f"         [#########...........]  46 %  lowest val/loss 1.5000 at iteration 30 of {done.name}",
-        "  a/p=2  [####################] 100 %  1.5000  1 done",
-        "  a/p=3  [####................]  20 %  1.7500  1 stopped, 1 pending",
+        "  a/p=2  [####################] 100 %  lowest 1.5000  1 done",
+        "  a/p=3  [####................]  20 %  lowest 1.7500  1 stopped, 1 pending",
     ]
 
 

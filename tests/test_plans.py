@@ -1,5 +1,6 @@
 """Sweeps: what a plan is, what is planned once, and what is refused."""
 
+import io
 import json
 import math
 import random
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -164,10 +165,18 @@ def test_the_next_command_runs_where_results_has_a_report_of_other_runs(
     stored = tmp_path / "results" / "tiny" / "runs.csv"
     stored.parent.mkdir(parents=True)
     stored.write_text("id,status\nanother,done\n")
-    command = launched(sweep).rpartition("next: python scripts/report.py ")[2]
-    assert report(shlex.split(command)) == 0 and (tmp_path / "sweep" / "report" / "report.html").is_file()
+
+    def hinted(*words: str) -> list[str]:
+        with redirect_stdout(io.StringIO()) as said:
+            assert main([f"sweep={sweep}", "launcher.workers=1", *words]) == 0
+        return shlex.split(said.getvalue().rpartition(f"next: python {ROOT / 'scripts' / 'report.py'} ")[2])
+
+    assert report(hinted("sweep_dir=trial")) == 0 and (tmp_path / "trial" / "report" / "report.html").is_file()
+    assert [word for word in hinted() if word.startswith("out=")] == [f"out={tmp_path / 'runs' / 'tiny' / 'report'}"]
+    stored.write_text("id\nx\n")
+    assert any(word.startswith("out=") for word in hinted())
     stored.unlink()
-    assert "out=" not in launched(sweep)
+    assert report(hinted()) == 0 and stored.is_file()
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_sizes_that_no_memory_holds_are_refused_before_a_model_is_built(
         load_asked_run(str(many), "best", torch.device("cpu"))
     longer = replace(config, model=replace(config.model, block_size=2**26))
     save_run(random_model(config), CHARS, few, longer)
-    with pytest.raises(ConfigError, match="block_size=67108864 positions need more than 1 GiB"):
+    with pytest.raises(ConfigError, match="block_size=67108864 positions need more than 2 GiB"):
         load_asked_run(str(few), "best", torch.device("cpu"))
 
 

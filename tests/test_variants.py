@@ -458,13 +458,16 @@ def test_a_contestant_passes_the_start_up_checks(name: str, corpus: Path, tmp_pa
 
 
 def test_whatever_fills_the_slots_the_other_weights_start_the_same() -> None:
-    plain = GPT(config_of("gqa", "none").gpt, 11)
-    plain.init_weights(5)
-    for name in CONTESTANTS:
-        gpt = GPT(config_of("gqa", name).gpt, 11)
+    def weights(layout: str, name: str) -> dict[str, Tensor]:
+        gpt = GPT(config_of(layout, name, **ROPE).gpt, 11)
         gpt.init_weights(5)
-        other = gpt.state_dict()
-        assert all(torch.equal(w, other[key]) for key, w in plain.state_dict().items()), name
+        return gpt.state_dict()
+
+    plain = {layout: weights(layout, "none") for layout in ("mha", "gqa")}
+    for name in CONTESTANTS:
+        layout = "mha" if refused("gqa", name) else "gqa"
+        other = weights(layout, name)
+        assert all(torch.equal(w, other[key]) for key, w in plain[layout].items()), name
 
 
 @pytest.mark.parametrize("name", CONTESTANTS)

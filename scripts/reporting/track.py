@@ -163,10 +163,11 @@ def by_folder(folder: Path) -> dict[Path, Entry]:
             raise
         except Exception as error:  # whatever numbers meet that somebody has edited
             raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
-        row = replace(row, status=f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "")
-        for text in (row.status, *row.about.values()):
-            require(text == "" or ONE_LINE.holds(text), f"{path}: {text!a} {ONE_LINE.says}")
-        every[path] = row
+        shown = {**row.about, **({"withdrawn": str(about["withdrawn"])} if "withdrawn" in about else {})}
+        for key, text in shown.items():
+            file = "runs.csv" if key in ("machine", "commit") else "provenance.json"
+            require(ONE_LINE.holds(text), f"{path}: {key} in {file} {ONE_LINE.says}")
+        every[path] = replace(row, status=f"withdrawn: {about['withdrawn']}" if "withdrawn" in about else "")
     for path, row in every.items():
         if not row.status and row.name in counted:
             every[counted[row.name]] = replace(every[counted[row.name]], status="superseded")
