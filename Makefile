@@ -1,7 +1,7 @@
 # make quickstart: train a small GPT and read text from it, about a minute on two cores, no network, no account
 # make check:      ruff, mypy and the quick tests, for every minute
 # make test:       ruff, mypy and every test, for every commit
-# make test-faults part=kills|damage|input|disk|hostile|sweep|pairs: at length, up to an hour each (docs/reliability.md)
+# make test-faults part=kills|damage|input|disk|hostile|sweep|pairs: at length, up to two hours each (docs/reliability.md)
 # make audit:      known vulnerabilities of what is installed
 # make setup:      .venv alone
 # Each sets .venv up first. Needed: Python 3.11 to 3.14 (PYTHON=/path/to/python names another one than python3).
@@ -57,7 +57,7 @@ FAULTS_pairs := tests/test_train.py tests/test_cuda.py tests/test_audit.py tests
 
 test-faults: .venv/setup-test
 	@$(if $(FAULTS_$(part)),,echo "make test-faults part=kills|damage|input|disk|hostile|sweep|pairs"; exit 2)
-	NANOQK_FAULTS=full timeout 3600 .venv/bin/python -m pytest -rP --no-header $(FAULTS_$(part))
+	NANOQK_FAULTS=full timeout 7200 .venv/bin/python -m pytest -rP --no-header $(FAULTS_$(part))
 
 audit: .venv/setup-test
 	.venv/bin/python -m pip freeze --exclude-editable > .venv/installed.txt
