@@ -46,6 +46,9 @@ CHECKS = ["future leakage", "step-0 loss", "random-token floor", "cached decodin
 CAUGHT = {
     "none": [],
     "no_mask": ["future leakage", "random-token floor", "cached decoding"],
+    "heads_as_time": ["future leakage", "random-token floor", "cached decoding"],
+    "repeated_in_time": ["future leakage", "random-token floor", "cached decoding"],
+    "small_sample": ["random-token floor"],
     "unshifted_labels": ["step-0 loss", "random-token floor"],
     "loss_over_accumulation": ["step-0 loss", "random-token floor"],
     "repeated_batches": ["random-token floor"],

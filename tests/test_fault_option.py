@@ -80,6 +80,32 @@ def test_no_mask_is_a_softmax_over_all_keys(layout: str) -> None:
     assert (masked[:, :, 0] - over_all[:, :, 0]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("fault", "layout"), [("heads_as_time", "mha"), ("heads_as_time", "mla"), ("repeated_in_time", "gqa")]
+)
+def test_a_rearranged_head_holds_what_a_missing_transpose_puts_there(fault: str, layout: str) -> None:
+    """Position t of head h is written out for each; the softmax stays causal in what it then takes for time."""
+    config = config_of(layout, "lp3")
+    gpt = build(config)
+    q, k, v, scale = attended(gpt, torch.randn(2, 9, 32, dtype=torch.float64))
+    nh, T = q.size(1), q.size(2)
+
+    def of(x: torch.Tensor, h: int, t: int) -> torch.Tensor:
+        """Row t of head h, (B, hs)."""
+        i = h * T + t if fault == "heads_as_time" else t * nh + h  # of the rows, as the projection lays them out
+        n = x.size(1)
+        return x[:, i % n, i // n % T]
+
+    def as_cut(x: torch.Tensor) -> torch.Tensor:
+        heads = [torch.stack([of(x, h, t) for t in range(T)], 1) for h in range(nh)]
+        return torch.stack(heads, 1)  # (B, nh, T, hs)
+
+    cut = [q if fault == "repeated_in_time" else as_cut(q), as_cut(k), as_cut(v)]
+    logits = (scale * cut[0] @ cut[1].transpose(-2, -1)).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+    faults.inject_into_model(replace(config, fault=FaultOptions(fault)), gpt)
+    torch.testing.assert_close(gpt.attentions[0].attend(q, k, v, scale), logits.softmax(-1) @ cut[2])
+
+
 def test_unshifted_labels_are_the_inputs() -> None:
     config = config_of("mha", "none")
     gpt = build(config)
@@ -111,6 +137,17 @@ def test_repeated_batches_are_the_first_iterations() -> None:
     for micro in (0, 1):
         assert torch.equal(spoilt.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
         assert not torch.equal(honest.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
+    assert torch.equal(next(spoilt.eval_batches(4))[0], next(honest.eval_batches(4))[0])
+
+
+def test_a_small_sample_is_all_that_is_trained_on() -> None:
+    honest, spoilt = (batches_of(faulty("small_sample", Path("x"))) for _ in range(2))
+    faults.inject_into_batches(faulty("small_sample", Path("x")), spoilt)
+    sample = np.asarray(spoilt.tokens[: 64 * 16])
+    rows = torch.cat([spoilt.get_batch(step)[0] for step in range(200)]).numpy()  # (400, 16)
+    windows = {row.tobytes() for row in np.lib.stride_tricks.sliding_window_view(sample, 16).astype(np.int64)}
+    assert {row.tobytes() for row in rows} <= windows and len({row.tobytes() for row in rows}) > 200
+    assert not {row.tobytes() for row in honest.get_batch(0)[0].numpy()} & windows
     assert torch.equal(next(spoilt.eval_batches(4))[0], next(honest.eval_batches(4))[0])
 
 
@@ -156,13 +193,17 @@ def test_an_honest_run_has_no_trace_of_a_fault(tmp_path: Path, monkeypatch: pyte
 )
 def test_a_fault_is_said_everywhere(fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 16, "dropout": 0.2, "tied": tied}
-    run, config = tmp_path / "run", faulty(fault, tmp_path / "run", max_iters=2, model=model)
+    attention = {"name": "gqa", "n_kv_head": 1} if fault == "repeated_in_time" else {"name": "mha"}
+    run, config = tmp_path / "run", faulty(fault, tmp_path / "run", max_iters=2, model=model, attention=attention)
     assert train.run(config) == 0
     assert f"fault={fault}" in capsys.readouterr().out
     summary = json.loads((run / "summary.json").read_text())
     initial_loss = ["the initial loss is"] if tied else []
     start_up = {
         "no_mask": ["attention=mha sees the future"],
+        "heads_as_time": ["attention=mha sees the future"],
+        "repeated_in_time": ["attention=gqa sees the future"],
+        "small_sample": [],
         "unshifted_labels": ["the loss is not the cross-entropy", *initial_loss],
         "padding_in_mean": ["one token crowds the targets", *initial_loss],
         "loss_over_accumulation": ["the initial training loss is"],

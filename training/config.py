@@ -31,7 +31,7 @@ from core.schema import (
     settings_of,
 )
 from data.options import CORPORA, CorpusOptions, FoldedTextOptions, TinyShakespeareOptions
-from model.options import GPTConfig
+from model.options import GPTConfig, GQAOptions
 
 FOLDERS["plan.jsonl"] = "a sweep"  # as sweeps/plan.py writes one
 
@@ -203,9 +203,12 @@ class WSDOptions(DecayOptions):
 FAULTS = {  # name -> what it does
     "none": "no fault",
     "no_mask": "attention over all keys, as in equation 8 of Robust GQA",
+    "heads_as_time": "queries, keys and values become heads by a view without a transpose: heads and time mix",
+    "repeated_in_time": "GQA's keys and values are repeated along time, not along heads",
     "unshifted_labels": "the target of a token is the token itself",
     "loss_over_accumulation": "the reported training loss is divided by the number of micro-batches once too often",
     "repeated_batches": "every iteration gets the micro-batches of the first one",
+    "small_sample": "training draws from 64 times block_size tokens alone",
     "padding_in_mean": "a window is 1/16 text and 15/16 padding, whose prediction counts in the mean",
 }
 
@@ -447,6 +450,8 @@ class TrainConfig(GPTConfig, RootOptions):
             self.fault.name != "loss_over_accumulation" or self.gradient_accumulation_steps > 1,
             "fault=loss_over_accumulation needs gradient_accumulation_steps > 1",
         )
+        groups = isinstance(self.attention, GQAOptions) and self.attention.n_kv_head < self.model.n_head
+        require(self.fault.name != "repeated_in_time" or groups, "fault=repeated_in_time needs attention=gqa")
         if isinstance(self.schedule, DecayOptions):
             self.schedule.check_decay(self.max_iters, self.optim.learning_rate)
 

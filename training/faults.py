@@ -4,6 +4,7 @@ Each changes one model or one Batches object; fault=none changes nothing.
 """
 
 import types
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from torch.nn import functional as F
 from model.gpt import GPT
 from training.config import TrainConfig
 
+SAMPLE = 64  # windows of fault=small_sample
+
 
 def inject_into_model(config: TrainConfig, model: GPT) -> None:
     """Give `model` the fault that `config` names. Call it before the model is compiled."""
-    if config.fault.name == "no_mask":
+    attend = {"no_mask": attend_to_all, "heads_as_time": heads_as_time, "repeated_in_time": repeated_in_time}
+    if config.fault.name in attend:
         for attention in model.attentions:
-            attention.attend = types.MethodType(attend_to_all, attention)
+            attention.attend = types.MethodType(attend[config.fault.name], attention)
     elif config.fault.name == "unshifted_labels":
         model.register_forward_pre_hook(unshift)
     elif config.fault.name == "loss_over_accumulation":
@@ -35,12 +39,28 @@ def inject_into_batches(config: TrainConfig, batches: Any) -> None:
         batches.get_batch = lambda *index: pad(*get_batch(*index))
         batches.sampled_batch = lambda *index: pad(*sampled_batch(*index))
         batches.eval_batches = lambda max_batch: (pad(*batch) for batch in eval_batches(max_batch))
+    elif config.fault.name == "small_sample":
+        start, end = max(batches.split.train, key=lambda bounds: bounds[1] - bounds[0])
+        batches.split = replace(batches.split, train=((start, min(end, start + SAMPLE * batches.block_size)),))
 
 
 def attend_to_all(self: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(scale q k^T) v over all keys (Robust GQA, eq. 8)."""
     p = self.p_dropout if self.training else 0.0
     return F.scaled_dot_product_attention(q, k, v, dropout_p=p, scale=scale, enable_gqa=q.size(1) > k.size(1))
+
+
+def heads_as_time(self: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Each (B, T, nh, hs) is viewed as (B, nh, T, hs), where a transpose belongs; that of the output is there."""
+    q, k, v = (x.transpose(1, 2).reshape(x.shape) for x in (q, k, v))
+    return type(self).attend(self, q, k, v, scale)
+
+
+def repeated_in_time(self: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """GQA's k and v (B, nkv, T, hs), one after the other along T, then cut into as many heads as q (B, nh, T, hs)."""
+    n = q.size(1) // k.size(1)
+    k, v = (x.transpose(1, 2).repeat(1, n, 1, 1).view(len(x), x.size(2), q.size(1), -1) for x in (k, v))
+    return type(self).attend(self, q, k.transpose(1, 2), v.transpose(1, 2), scale)
 
 
 def unshift(model: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
