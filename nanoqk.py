@@ -5,9 +5,11 @@ then raises KeyboardInterrupt, in the main thread. One thread at a time trains; 
 # ruff: noqa: E402
 
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,16 @@ finally:
 
 import torch
 from torch import Tensor
+from yaml import YAMLError
 
 from core.cli import read_arguments
 from core.device import resolve_device, resolve_dtype, settings_restored
 from core.files import expand, load_yaml, read_config
 from core.plugins import load_plugins
-from core.process import pass_signal_on, raising_one_line
+from core.process import pass_signal_on, printable, raising_one_line
 from core.record import Metrics
 from core.rundir import is_open, read_status, read_summary
-from core.schema import ConfigError, require, settings_of
+from core.schema import ConfigError, one_line, require, settings_of
 from data.tokenizer import Tokenizer
 from model.diagnostics import attention_weights
 from model.gpt import GPT
@@ -52,18 +55,22 @@ class Run:
 
     def __init__(self, path: str | Path, plugins: Iterable[str] = (), checkpoint: str = "best", device: str = "auto"):
         load_plugins(plugins)
-        self.path, self.checkpoint, self.device = expand(path), checkpoint, resolve_device(device)
-        require((self.path / "config.yaml").is_file(), f"run={path} holds no run (it has no config.yaml)")
+        asked = settings_of(SampleConfig, {"run": str(path), "device": device})
+        self.path, self.checkpoint, self.device = expand(path), checkpoint, resolve_device(asked.device)
+        require(os.path.isfile(self.path / "config.yaml"), f"run={path} holds no run (it has no config.yaml)")
 
     def __repr__(self) -> str:
         loss, reason = self.summary.get("val/loss_min"), self.summary.get("reason")
-        return f"Run({str(self.path)!r}): {self.state}, " + (reason or f"lowest val/loss {loss}")
+        return printable(f"Run({str(self.path)!r}): {self.state}, " + (reason or f"lowest val/loss {loss}"))
 
     @property
     def state(self) -> str:
         """done, diverged, stopped, failed or running."""
         state = str(read_status(self.path).get("state"))
-        return "stopped" if state == "running" and not is_open(self.path) else state
+        if state == "running":
+            with suppress(OSError):  # a stranger's lock may be no file
+                return "running" if is_open(self.path) else "stopped"
+        return state
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -82,7 +89,10 @@ class Run:
 
     @cached_property
     def config(self) -> TrainConfig:
-        return load_config(load_yaml(read_config(self.path)))
+        try:
+            return load_config(load_yaml(read_config(self.path)))
+        except (OSError, UnicodeDecodeError, YAMLError) as error:
+            raise ConfigError(f"run={self.path} has a config.yaml that cannot be read: {one_line(error)}") from error
 
     @cached_property
     def _loaded(self) -> LoadedRun:

@@ -209,15 +209,14 @@ def finish(run: Run, line: dict[str, Any], failure: str = "") -> int:
         **facts.to_json(),
     }  # fmt: skip
     run.dir.finish(summary)
-    if config.plot and run.session.machine.world.rank == 0:
-        draw_curve(run.dir.path)
+    drawn = bool(config.plot) and run.session.machine.world.rank == 0 and draw_curve(run.dir.path)
     if failure:
         run.dir.status(status, iter=step, reason=failure)
         kept = [path.name for path in checkpoint.step_dirs(run.dir.path / "ckpt")]
         run.dir.log(f"diverged: {failure}; checkpoints from before: {', '.join(kept) or 'none'}")
         return EXIT_DIVERGED
     run.dir.status(status, iter=step)
-    for row in closing_rows(run.dir, summary, bool(config.plot)):
+    for row in closing_rows(run.dir, summary, drawn):
         run.dir.log(row)
     return 0
 

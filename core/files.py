@@ -8,12 +8,15 @@ import json
 import math
 import os
 import re
+import secrets
 import shlex
+import shutil
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,6 +48,8 @@ def open_regular(
 ) -> Any:
     """Open a regular file of at most `limit` bytes, binary: a pipe would block, and a device has no end. A link must
     lead to a file in the folder `within`, by default that of `path`: a stranger's leads anywhere. Raises: OSError."""
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "a name cannot hold a NUL", str(path))
     if not os.path.realpath(path).startswith(os.path.join(os.path.realpath(within or path.parent), "")):
         raise OSError(errno.EBADMSG, f"{path.name} is a link out of its folder", str(path))
     file = open(path, mode, buffering, opener=lambda name, how: os.open(name, how | os.O_NONBLOCK, 0o666))  # noqa: SIM115
@@ -186,9 +191,9 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace a file so that a crash leaves the old or the new content, never a part of it.
 
-    The folder must exist. Two processes must not write one file at a time: hold a FileLock where they could.
+    The folder must exist. Of two processes that write it at a time the last one counts.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.{threading.get_native_id()}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # it may be a stranger's link to another file
         with open(temporary, "xb") as file:
@@ -200,6 +205,24 @@ def write_atomic(path: Path, content: bytes) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def is_leftover(name: str, files: str) -> bool:
+    """Whether a file is what write_atomic() leaves behind when it is killed. files: a pattern of what it wrote."""
+    return re.fullmatch(rf"({files})(\.\d+)?\.tmp", name) is not None
+
+
+@contextmanager
+def written_aside(out: Path) -> Iterator[Path]:
+    """A new folder that replaces `out`, absent or empty, when the block ends; after an error it is gone."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}-{secrets.token_hex(8)}")
+    aside.mkdir()
+    try:
+        yield aside
+        os.rename(aside, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------

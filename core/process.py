@@ -96,6 +96,8 @@ def status_of(run: Callable[[], int]) -> int:
     except OSError as error:  # a full disk, say
         if error.errno == errno.ENAMETOOLONG:
             return refuse(f"{error.filename} is too long for a path")
+        if error.errno == errno.ENOENT and error.filename is None:
+            return refuse("the current folder does not exist any more: change to another one")
         print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
         drop_unwritten(sys.stdout)
     except Exception as error:

@@ -30,8 +30,6 @@ from core.record import Record, is_number
 from core.schema import ConfigError, one_line, require, show
 from core.wandb_run import WandbRun
 
-# What a process that died between mkdir and config.yaml can have left behind: not a user's folder.
-LEFTOVERS = {"lock", "config.yaml.tmp"}
 LOCK_TIMEOUT = 0.5  # seconds; is_locked() of another process holds a lock for microseconds
 # errors that say nothing of the directory: a later try may succeed
 PASSING = (
@@ -242,7 +240,8 @@ def check_usable(request: RunRequest) -> None:
     held = set(os.listdir(path)) if existing == path else set()
     for name in FOLDERS.keys() & held:
         raise ConfigError(f"out_dir={path} holds {FOLDERS[name]}: write another out_dir")
-    usable = "config.yaml" in held or held <= LEFTOVERS
+    # what a process that died between mkdir and config.yaml can have left behind
+    usable = "config.yaml" in held or all(name == "lock" or files.is_leftover(name, r"config\.yaml") for name in held)
     require(usable, f"out_dir={path} is neither empty nor a run directory (it has no config.yaml)")
     for name in sorted(held):  # a stranger's link would have us write over a file elsewhere, a pipe would block
         entry = path / name

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, TypeVar
 
-from core.files import MOST_DIGITS, expand
+from core.files import ANYWHERE, MOST_DIGITS, expand, open_regular
 
 T = TypeVar("T")
 REQUIRED = "???"  # OmegaConf's mark of a value that must be given
@@ -120,12 +120,20 @@ NOT_NEGATIVE = Rule(lambda value: 0 <= value <= LARGEST, f"must be >= 0 and at m
 NOT_EMPTY = Rule(lambda value: value != "", "must not be empty")
 
 
-def is_writable_file(name: str) -> bool:
-    file = expand(name)
-    return file.parent.is_dir() and (file.is_file() or not file.exists()) and os.access(file.parent, os.W_OK)
+def Writable(mark: bytes) -> Rule:
+    """A file that a program writes. What it replaces is empty, or has `mark` in its first KiB, as such a file has."""
 
+    def holds(name: str) -> bool:
+        file = expand(name)
+        if not os.access(file.parent, os.W_OK):
+            return False
+        try:
+            with open_regular(file, within=ANYWHERE) as old:
+                return (start := old.read(1024)) == b"" or mark in start
+        except OSError as error:
+            return isinstance(error, FileNotFoundError) and file.parent.is_dir()
 
-WRITABLE = Rule(is_writable_file, "must be a file in a folder that can be written")
+    return Rule(holds, "must be a file in a folder that can be written: a new one, or one that this program wrote")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 import hashlib
 import io
+import os
 import pickle
 import pickletools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,14 @@ PLAIN = {  # pickle's operations for dicts, lists, text and numbers: without tup
 
 
 MOST_VALUES, MOST_LEVELS = 10**6, 100  # of a tuple
+MOST_ITEMS = 10**4  # of dicts and sets: their keys may all share one hash
+MODULUS = sys.hash_info.modulus  # integers below it have hashes of their own
 
 
 def require_flat(content: bytes) -> None:
-    """Refuse a pickle with a tuple so deep, or so large as it holds others twice, that Python cannot hash it."""
+    """Refuse a pickle with a tuple so deep, or so large as it holds others twice, that Python cannot hash it, or with
+    more than MOST_ITEMS keys."""
+    items = 0
     stack: list[tuple[int, int] | None] = []  # values and levels of each object; None is a mark
     memo: dict[int, tuple[int, int] | None] = {}
     for operation, argument, _ in pickletools.genops(content):
@@ -45,6 +51,9 @@ def require_flat(content: bytes) -> None:
                     held.append(top)
                     if before is not pickletools.stackslice:
                         break
+            items += len(held) // 2 if name in ("SETITEM", "SETITEMS", "DICT") else 0
+            items += len(held) if name in ("ADDITEMS", "FROZENSET") else 0
+            require(items <= MOST_ITEMS, f"holds more than {MOST_ITEMS:,} keys")
             size = (1, 1)
             if name.startswith(("TUPLE", "FROZENSET")):
                 size = (1 + sum(values for values, _ in held), 1 + max((levels for _, levels in held), default=0))
@@ -68,6 +77,8 @@ def read_meta(file: Path, name: str) -> CharTokenizer:
                 break  # the unpickler names it, and goes no further
             require(operation.name in PLAIN, f"holds {operation.name}: only plain dicts, text and numbers are read")
             sparse = operation.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content)
+            large = isinstance(argument, int) and abs(argument) >= MODULUS
+            require(not large, "holds an integer too large for a token")
             require(not sparse, f"numbers an object {argument}, in {len(content)} bytes")
         itos = PlainUnpickler(io.BytesIO(content)).load()["itos"]
         chars = [itos[i] for i in range(len(itos))]
@@ -85,7 +96,7 @@ def open_bins(config: BinOptions, known: Tokenizer | None) -> tuple[str, Tokeniz
     """
     folder, digest = expand(config.path), hashlib.sha256()
     arrays: list[np.ndarray] = []
-    if (folder / "meta.pkl").is_file():
+    if os.path.lexists(folder / "meta.pkl"):
         tokenizer: Tokenizer = read_meta(folder / "meta.pkl", str(folder / "meta.pkl"))
     else:
         tokenizer = known or GPT2Tokenizer(fetch_gpt2("data=bin without meta.pkl: tokenizer"), has_separator=True)

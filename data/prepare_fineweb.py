@@ -7,8 +7,8 @@ continues with the same command: progress.json says how much is done.
 import contextlib
 import hashlib
 import json
-import math
 import os
+import re
 import sys
 import time
 import zlib
@@ -27,7 +27,7 @@ from core.files import (
     FileLock,
     cache_folder,
     expand,
-    file_sha256,
+    is_leftover,
     open_regular,
     parse_object,
     read_json,
@@ -40,7 +40,7 @@ from core.process import available_cpus, say
 from core.schema import ConfigError, differences, one_line, require, show
 from data.corpora import decoded, probe_hub, read_bytes
 from data.options import PrepareFineWebConfig
-from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER, read_tokenizer
+from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER, parse_index, read_tokenizer
 from data.tokenizer import (
     BPETokenizer,
     GPT2Tokenizer,
@@ -84,9 +84,12 @@ def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
     folder with other files, or one that was begun with other settings."""
     try:
         names = set(os.listdir(out)) if out.exists() else set()
-        begun = {**parse_object(read_regular(out / (INDEX if INDEX in names else PROGRESS)))["settings"]}
+        raw = read_regular(out / (INDEX if INDEX in names else PROGRESS))
+        begun = {**parse_object(raw)["settings"]}
+        said = summary(parse_index(out, raw)) if INDEX in names else ""
     except FileNotFoundError:
-        require(names <= {"lock", f"{PROGRESS}.tmp"}, f"out={out} is neither empty nor a folder of token shards")
+        own = all(name == "lock" or is_leftover(name, PROGRESS) for name in names)
+        require(own, f"out={out} is neither empty nor a folder of token shards")
         return False
     except OSError as error:
         raise ConfigError(f"out={out} cannot be used: {error.strerror}") from error
@@ -94,14 +97,16 @@ def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
         raise ConfigError(f"out={out} holds a damaged {PROGRESS} or {INDEX}: remove the folder") from error
     changes = differences({key: begun.get(key) for key in config.settings}, config.settings)
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
-    if INDEX in names:
+    if said:
         clean_up(out)
-        say(f"{out} is complete: {summary(read_json(out / INDEX))}")
-    return INDEX in names
+        say(f"{out} is complete: {said}")
+    return said != ""
 
 
 def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Source", tokenizer: Tokenizer) -> int:
-    state = load_progress(out, config, documents)
+    state, sha256 = load_progress(out, config, documents), tokenizer_sha256(tokenizer)
+    same = state.setdefault("tokenizer_sha256", sha256) == sha256
+    require(same, f"{out / TOKENIZER} was changed since {PROGRESS} was written: remove the folder")
     if not (out / TOKENIZER).exists():
         write_json(out / TOKENIZER, tokenizer.to_dict(), indent=1)
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
@@ -110,7 +115,7 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Source", t
         write_documents(out, config.max_tokens, state, writers, batches)
     index: dict[str, Any] = {
         "format": FORMAT, "settings": config.settings, "source": documents.source, "dtype": dtype.name,
-        "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": sha256,
     }  # fmt: skip
     index |= {split: writer.finish() for split, writer in writers.items()}
     write_json(out / INDEX, index, indent=1)  # whose SHA-256 is the corpus's
@@ -184,8 +189,10 @@ def summary(index: dict[str, Any]) -> str:
 
 def clean_up(out: Path) -> None:
     """Remove the files that only an unfinished preparation needs."""
-    for file in (out / PROGRESS, *out.glob("*.tmp")):
-        file.unlink(missing_ok=True)
+    written = rf"{PROGRESS}|{INDEX}|{TOKENIZER}|({'|'.join(SPLITS)})_\d+\.bin"
+    for name in os.listdir(out):
+        if name == PROGRESS or is_leftover(name, written):
+            (out / name).unlink()
 
 
 # -----------------------------------------------------------------------------
@@ -238,11 +245,11 @@ def read_document(file: Path) -> str:
 class Documents:
     """The texts of a data set, streamed in its own order. source: {"revision": …} on the Hub, or the files of a folder.
 
-    begun: the source of the preparation that continues, whose revision is used again. n_files: of the folder, with
-    rows. Raises: ConfigError.
+    begun: the source of the preparation that continues, whose revision is used again. files: of the folder, all of one
+    kind. Raises: ConfigError.
     """
 
-    def __init__(self, config: PrepareFineWebConfig, begun: dict[str, Any], n_files: int = 0) -> None:
+    def __init__(self, config: PrepareFineWebConfig, begun: dict[str, Any], files: Iterable[str] = ()) -> None:
         self.config = config
         folder, name = expand(config.dataset), config.settings["name"]
         if not folder.is_dir():
@@ -257,16 +264,21 @@ class Documents:
             self.source: dict[str, Any] = source_of(folder) if folder.is_dir() else {"revision": begun.get("revision")}
             if not folder.is_dir() and not self.source["revision"]:
                 self.source["revision"] = HfApi().dataset_info(config.dataset, expand=["sha"], timeout=10).sha
-            path, revision = str(folder) if folder.is_dir() else config.dataset, self.source.get("revision")
-            self.rows = datasets.load_dataset(path, name, split=config.split, streaming=True, revision=revision)
+            path, where = config.dataset, {"revision": self.source.get("revision")}
+            if kinds := {kind_of(file) for file in files}:  # not what a file of the folder names, which lies anywhere
+                (kind,), found = kinds, datasets.data_files.get_data_patterns(str(folder))
+                every = datasets.data_files.DataFilesDict.from_patterns(found, base_path=str(folder))
+                parts = {str(split): [file for file in of if kind_of(file) == kind] for split, of in every.items()}
+                path, where = kind.lower(), {"data_files": {split: of for split, of in parts.items() if of}}
+            self.rows = datasets.load_dataset(path, name, split=config.split, streaming=True, **where)
             first = next(iter(self.rows.take(1)), None)
         except Exception as error:  # the errors of datasets, its network stack and pyarrow share no base class
             chosen = f"dataset={config.dataset} name={show(name)} split={config.split}"
             raise ConfigError(f"{chosen} cannot be loaded: {one_line(error)}") from error
         lines = "holds texts, which would be read line by line: download them, and give their folder"
         require(self.rows.info.builder_name != "text", f"dataset={config.dataset} {lines}")
-        if self.rows.num_shards < n_files:  # files are parts of a split by their names, or of none
-            print(f"note: split={config.split} is {self.rows.num_shards} of the {n_files} files in {folder}")
+        if self.rows.num_shards < len([*files]):  # files are parts of a split by their names, or of none
+            print(f"note: split={config.split} is {self.rows.num_shards} of the {len([*files])} files in {folder}")
         if first is None:
             raise ConfigError(f"dataset={config.dataset} is empty")
         require(config.column in first, f"column={config.column} must be one of {', '.join(first)}")
@@ -311,12 +323,13 @@ def open_documents(config: PrepareFineWebConfig, begun: dict[str, Any]) -> Sourc
         files = {name: file for name, file in files.items() if name not in CARD}
     first = {kind_of(name): name for name in reversed(files)}
     require(len(first) > 0, f"{told} no file; {ARE_READ}")
-    named = "README.md" in visible_files(folder) and "data_files:" in read_document(folder / "README.md")
-    require(not named or "texts" in first, f"{told} a README.md that names files, here or elsewhere: move it away")
+    cards = [file for file in (folder / "README.md", folder / ".huggingface.yaml") if file.exists()]
+    card = next((file.name for file in cards if re.search("data_(files|dir)", read_document(file))), None)
+    require(card is None or "texts" in first, f"{told} a {card} that names files, here or elsewhere: move it away")
     require("" not in first, f"{told} {first.get('')}; {ARE_READ}")
     both = " and ".join(f"{name} ({kind})" for kind, name in first.items())
     require(len(first) == 1, f"{told} {both}: give a folder with files of one kind")
-    return TextFiles(config, folder, [*files.values()]) if "texts" in first else Documents(config, begun, len(files))
+    return TextFiles(config, folder, [*files.values()]) if "texts" in first else Documents(config, begun, [*files])
 
 
 def kind_of(name: str) -> str:
@@ -404,7 +417,8 @@ class ShardWriter:
         self.out, self.split, self.dtype, self.limit = out, split, dtype, limit
         self.shards: list[dict[str, Any]] = list(state["shards"])
         self.current: dict[str, int] = {key: state[key] for key in ("tokens", "documents", "bytes")}
-        self.stream: BinaryIO | None = self.reopen() if self.current["tokens"] else None
+        self.digest = hashlib.sha256()  # of the current shard
+        self.stream: BinaryIO | None = self.reopen(state.get("sha256")) if self.current["tokens"] else None
 
     @property
     def file(self) -> Path:
@@ -413,8 +427,8 @@ class ShardWriter:
     def total(self, key: str) -> int:
         return self.current[key] + sum(shard[key] for shard in self.shards)
 
-    def reopen(self) -> BinaryIO:
-        """The current shard, truncated to what is valid and open for appending."""
+    def reopen(self, sha256: str | None = None) -> BinaryIO:
+        """The current shard, truncated to what is valid and open for appending. sha256: of that, where it is known."""
         length = self.current["tokens"] * self.dtype.itemsize
         if not self.file.exists():
             write_atomic(self.file, b"")
@@ -423,7 +437,10 @@ class ShardWriter:
         valid = os.fstat(stream.fileno()).st_size >= length
         require(valid, f"{self.file} is shorter than {PROGRESS} says: remove the folder")
         stream.truncate(length)
-        stream.seek(length)
+        while part := stream.read(2**20):
+            self.digest.update(part)
+        same = sha256 in (None, self.digest.hexdigest())
+        require(same, f"{self.file} was changed since {PROGRESS} was written: remove the folder")
         return stream
 
     def add(self, tokens: np.ndarray, n_bytes: int) -> None:
@@ -432,7 +449,9 @@ class ShardWriter:
             self.close()
         if self.stream is None:
             self.stream = self.reopen()
-        self.stream.write(tokens.astype(self.dtype).tobytes())
+        raw = tokens.astype(self.dtype).tobytes()
+        self.stream.write(raw)
+        self.digest.update(raw)
         self.current["tokens"] += len(tokens)
         self.current["documents"] += 1
         self.current["bytes"] += n_bytes
@@ -441,15 +460,15 @@ class ShardWriter:
         if self.stream is not None:
             self.stream.flush()
             os.fsync(self.stream.fileno())
-        return {"shards": self.shards, **self.current}
+        return {"shards": self.shards, **self.current, "sha256": self.digest.hexdigest()}
 
     def close(self) -> None:
         """Complete the current shard."""
         assert self.stream is not None
         self.flushed_state()
         self.stream.close()
-        self.shards.append({"file": self.file.name, **self.current, "sha256": file_sha256(self.file, math.inf)})
-        self.current, self.stream = dict.fromkeys(self.current, 0), None
+        self.shards.append({"file": self.file.name, **self.current, "sha256": self.digest.hexdigest()})
+        self.current, self.stream, self.digest = dict.fromkeys(self.current, 0), None, hashlib.sha256()
 
     def finish(self) -> dict[str, Any]:
         """Complete the last shard. Returns the split's part of the index."""

@@ -17,7 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from core.files import WHOLE_BYTES, cache_folder, expand, file_sha256, parse_object, read_json, write_json
+from core.files import (
+    WHOLE_BYTES,
+    cache_folder,
+    expand,
+    file_sha256,
+    is_intact,
+    parse_object,
+    read_json,
+    sealed,
+    write_json,
+)
 from core.schema import ConfigError, require, show
 from data.corpora import data_folders, read_bytes
 from data.options import FineWebOptions
@@ -93,12 +103,13 @@ def measured(file: Path, tokens: np.ndarray, again: bool) -> tuple[str, int]:
     identity = json.dumps([str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
     seen = cache_folder() / "verified" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
     found = {} if again else read_json(seen)
-    if not found:
-        found = {"sha256": file_sha256(file, math.inf), "highest": int(tokens.max(initial=0))}
+    if not ("found" in found and "sha256" in found and is_intact(found)):
+        found = {"found": [file_sha256(file, math.inf), int(tokens.max(initial=0))]}
         with suppress(OSError):  # a read-only cache: the next start reads the file again
             seen.parent.mkdir(parents=True, exist_ok=True)
-            write_json(seen, found)
-    return found["sha256"], found["highest"]
+            write_json(seen, sealed(found))
+    sha256, highest = found["found"]
+    return sha256, highest
 
 
 def find_shards(config: FineWebOptions) -> Path:

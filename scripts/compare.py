@@ -23,13 +23,14 @@ from core import checkpoint
 from core.cli import run_script
 from core.device import resolve_device
 from core.files import expand, write_atomic
+from core.process import say
 from core.schema import (
     NOT_EMPTY,
     REQUIRED,
-    WRITABLE,
     AtLeast,
     ConfigError,
     Help,
+    Writable,
     differences,
     flatten,
     options,
@@ -43,7 +44,7 @@ from model.generate import generate
 from model.gpt import GPT
 from sample import LoadedRun, Plugins, RunPath, SampleConfig, Which, load_asked_run
 from scripts.reporting.charts import VIRIDIS, Figure, Spec, marks, quantity, tooltips
-from scripts.reporting.page import Content, Markup, Section, page
+from scripts.reporting.page import MARK, Content, Markup, Section, page
 from scripts.reporting.tables import Table, number
 from training.config import Device, Seed
 from training.session import idle_threads
@@ -243,7 +244,7 @@ class CompareOptions:
     head: Annotated[int, AtLeast(0), Help("of the attention maps")] = 0
     seed: Seed = 1337
     device: Device = "auto"
-    out: Annotated[str, WRITABLE, Help("the page")] = "compare.html"
+    out: Annotated[str, Writable(MARK), Help("the page")] = "compare.html"
 
 
 def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
@@ -327,9 +328,9 @@ def compare_runs(asked: CompareOptions) -> int:
     about = {"text": asked.text or "what both runs hold out", "compared": f"its first {len(text):,} characters{cut}"}
     title, state = f"{asked.a} and {asked.b}", "Two checkpoints on the same text"
     write_atomic(out, page(Content(title, state, about, sections_of(asked, text, a, b, spans), HINT)).encode())
-    print(summary(a, b, spans).markdown())
-    print(largest(spans, PRINTED).markdown())
-    print(out)
+    say(summary(a, b, spans).markdown())
+    say(largest(spans, PRINTED).markdown())
+    say(str(out))
     return 0
 
 

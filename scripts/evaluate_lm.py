@@ -22,7 +22,7 @@ import numpy as np
 from core.cli import run_script
 from core.device import resolve_device, resolve_dtype
 from core.files import expand, sealed, write_atomic
-from core.schema import REQUIRED, WRITABLE, AtLeast, ConfigError, Help, did_you_mean, one_line, options, require, show
+from core.schema import REQUIRED, AtLeast, ConfigError, Help, Writable, did_you_mean, one_line, options, require, show
 from data.corpora import probe_hub
 from data.tokenizer import BPETokenizer, NoText, begins_character
 from data.tokens import load_corpus
@@ -162,7 +162,9 @@ class EvaluateOptions:
     batch_size: Annotated[int, AtLeast(1), Help("questions at a time")] = 16
     device: Device = "auto"
     dtype: Dtype = "float32"
-    out: Annotated[str | None, WRITABLE, Help("a JSON file for all results; reports read RUN/evaluation.json")] = None
+    out: Annotated[
+        str | None, Writable(b'"results"'), Help("a JSON file for all results; reports read RUN/evaluation.json")
+    ] = None
 
     @property
     def task_names(self) -> list[str]:

@@ -6,8 +6,6 @@ architecture: GPT-2, Llama, Qwen3 or DeepSeek-V3. Settings that no architecture 
 """
 
 import json
-import os
-import secrets
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +13,8 @@ from typing import Annotated
 import torch
 from safetensors.torch import save
 
-from core import checkpoint
 from core.cli import run_script
-from core.files import expand
+from core.files import expand, written_aside
 from core.process import say
 from core.schema import NOT_EMPTY, REQUIRED, Help, options, require
 from data.hf_tokenizer import tokenizer_json
@@ -45,17 +42,11 @@ def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> 
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.block_size,
             "clean_up_tokenization_spaces": False, **({} if separator is None else {"eos_token": SEPARATOR}),
         }}  # fmt: skip
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}-{secrets.token_hex(8)}")
-    temporary.mkdir()
-    try:
+    with written_aside(out) as temporary:
         for name, content in documents.items():
             (temporary / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         tensors = {key: w.detach().cpu().clone(memory_format=torch.contiguous_format) for key, w in state.items()}
         (temporary / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
-        os.rename(temporary, out)
-    finally:
-        checkpoint.remove(temporary)
     return sorted(file.name for file in out.iterdir())
 
 

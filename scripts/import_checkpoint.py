@@ -5,15 +5,17 @@ export_hf.py and evaluate_lm.py take the run. meta: nanoGPT's meta.pkl, the char
 ckpt.pt are GPT-2's.
 """
 
+import os
 import shlex
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated
 
 import torch
 
 from core.cli import run_script
-from core.files import expand, program
+from core.files import expand, program, written_aside
 from core.rundir import RunRequest, open_run
 from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, declared, options, require
 from data.options import RandomOptions
@@ -46,15 +48,18 @@ def import_run(asked: ImportOptions) -> int:
     config = TrainConfig(**groups, data=RandomOptions(vocab_size=tokenizer.vocab_size), out_dir=asked.out)
     facts = Facts(init_from={asked.from_: sha256_of(asked.from_)}, corpus_sha256=UNKNOWN, parameters=model.num_params())
     state = RunState(origin.step, asdict(config), tokenizer.to_dict(), facts)
-    with open_run(RunRequest(out, to_yaml(config), lambda _: "", 0)) as run:
+    with (
+        written_aside(Path(os.path.abspath(out))) as aside,
+        open_run(RunRequest(aside, to_yaml(config), lambda _: "", 0)) as run,
+    ):
         run.begin(to_yaml(config), origin.step)
         run.save(origin.step, {"model": dict(model.state_dict()), "optimizer": {}}, state.to_json(), True, None)
         run.finish({"status": "done", "iter": origin.step, **facts.to_json()})
         run.status("done", iter=origin.step)
         for note in origin.notes:
             run.log(f"from={asked.from_} {note}")
-        run.log(f"{run.path}: {model.num_params():,} parameters, {tokenizer.vocab_size} tokens ({tokenizer.name})")
-        run.log(f"next: {program('sample.py')} {shlex.quote(f'run={run.path}')}")
+        run.log(f"{out}: {model.num_params():,} parameters, {tokenizer.vocab_size} tokens ({tokenizer.name})")
+        run.log(f"next: {program('sample.py')} {shlex.quote(f'run={out}')}")
     return 0
 
 

@@ -11,6 +11,7 @@ watch=true, with sweep= or run=, writes nothing: it serves that page, which then
 
 import csv
 import json
+import os
 import re
 import shlex
 import sys
@@ -24,12 +25,12 @@ from typing import Annotated, Any
 from core.cli import run_script
 from core.files import expand, read_json, write_atomic
 from core.process import say
-from core.schema import NOT_EMPTY, ConfigError, Help, Rule, one_line, options, require
+from core.schema import NOT_EMPTY, ConfigError, Help, Rule, Writable, one_line, options, require
 from scripts.reporting.charts import svg
 from scripts.reporting.comparisons import compared_families
 from scripts.reporting.live import run_content, watch
 from scripts.reporting.one_run import single_run
-from scripts.reporting.page import Content, caveats, figures_of, markdown, outline, page
+from scripts.reporting.page import MARK, Content, caveats, figures_of, markdown, outline, page
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.stored import common_config, curves_csv, joined, read_stored, runs_csv
 from scripts.reporting.tables import facts
@@ -83,7 +84,10 @@ def files_of(out: Path) -> set[str]:
 
 
 def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
-    """Write the files and provenance.json; delete those of the report before that are no longer part of it."""
+    """Write the files and provenance.json; delete those of the report before that are no longer part of it. Raises:
+    ConfigError where they would replace files of another origin."""
+    other = [] if (out / "provenance.json").exists() else [name for name in files if os.path.lexists(out / name)]
+    require(not other, f"out={out} has {', '.join(other)}, which no report wrote: write another out=")
     out.mkdir(parents=True, exist_ok=True)
     before = files_of(out)
     for name, content in files.items():
@@ -144,6 +148,8 @@ def write_run(path: Path, out: str | None) -> int:
     folder = expand(out) if out else path
     require(not folder.exists() or folder.is_dir(), f"out={out} is not a directory")
     folder.mkdir(parents=True, exist_ok=True)
+    ours = Writable(MARK).holds(str(folder / "report.html"))
+    require(ours, f"{folder / 'report.html'} cannot be written, or no report wrote it: write another out=")
     write_atomic(folder / "report.html", page(run_content(run)).encode(errors="replace"))
     say(f"open {shlex.quote(str(folder / 'report.html'))}")
     return 0

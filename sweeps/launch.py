@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -22,7 +23,7 @@ from typing import Annotated
 from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
-from core.files import expand, file_sha256, program, read_json, read_regular
+from core.files import expand, file_sha256, is_leftover, program, read_json, read_regular
 from core.plugins import changed_plugins, remember
 from core.process import StopSignal, say
 from core.record import is_number
@@ -95,7 +96,8 @@ def check_usable(sweep_dir: Path) -> None:
     """Refuse a folder that is not empty, nor that of a sweep, and links that lead out of it."""
     held = os.listdir(sweep_dir) if sweep_dir.is_dir() else []
     require("config.yaml" not in held, f"sweep_dir={sweep_dir} holds a run of train.py: write another sweep_dir=")
-    other = [name for name in held if name not in ("plan.lock", "sweep.json") and not name.startswith("code_")]
+    begun = re.compile(r"plan\.lock|sweep\.json|code_.*")
+    other = [one for one in held if not (begun.fullmatch(one) or is_leftover(one, r"plan\.jsonl|sweep\.json"))]
     told = f"sweep_dir={sweep_dir} is neither empty nor a sweep's directory (it has no plan.jsonl)"
     require("plan.jsonl" in held or not other, told)
     require(not held or os.access(sweep_dir, os.W_OK | os.X_OK), f"sweep_dir={sweep_dir} is not writable")

@@ -182,6 +182,17 @@ def test_samples_of_equal_runs_are_equal_text_and_settings_that_differ_are_liste
     assert used == [3]  # other programs keep a core busy
 
 
+def test_no_file_but_a_page_of_ours_is_replaced(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my.txt").write_text("to be or not to be" * 9)
+    for name in ("my.txt", "a/ckpt/best/state.json", "a"):
+        assert main(["a=a", "b=<i>b", "text=my.txt", f"out={name}"]) == 2
+        assert f"out={name} must be a file in a folder that can be written: a new one, or" in capsys.readouterr().err
+    assert Path("my.txt").read_text().startswith("to be")
+    Path("page.html").touch()
+    assert main(["a=a", "b=<i>b", "text=my.txt", "out=page.html"]) == 0
+    assert main(["a=a", "b=<i>b", "text=my.txt", "out=page.html"]) == 0
+
+
 def test_without_a_text_it_is_what_both_hold_out(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

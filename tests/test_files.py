@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,9 +70,24 @@ def test_a_failed_write_leaves_the_old_content(function: str, tmp_path: Path, mo
 
 def test_a_write_follows_no_link_that_waits_for_it(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("mine")
-    (tmp_path / "x.json.tmp").symlink_to(tmp_path / "victim")
+    (tmp_path / f"x.json.{threading.get_native_id()}.tmp").symlink_to(tmp_path / "victim")
     write_atomic(tmp_path / "x.json", b"{}")
     assert (tmp_path / "victim").read_text() == "mine" and (tmp_path / "x.json").read_bytes() == b"{}"
+
+
+def test_of_two_writers_at_once_the_last_one_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, fsync, other = tmp_path / "x", os.fsync, threading.Thread(target=lambda: write_atomic(tmp_path / "x", b"b"))
+
+    def meanwhile(descriptor: int) -> None:
+        if not other.ident:  # amid our own write
+            other.start()
+            other.join()
+            assert file.read_bytes() == b"b"
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    write_atomic(file, b"a")
+    assert file.read_bytes() == b"a" and os.listdir(tmp_path) == ["x"]
 
 
 @pytest.mark.parametrize("kind", NOT_FILES)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import flip
 from helpers.fineweb import Parquet, files, held_out, index_of, settings_of, tokenizer_of, write_parquet
 from variants import FULL
 
@@ -311,9 +312,54 @@ def test_a_strangers_folder_is_refused_in_one_line(tmp_path: Path) -> None:
         prepare(config)
     assert (tmp_path / "victim").read_text() == "precious"
     (tmp_path / "in" / "a.txt").rename(tmp_path / "in" / "a.jsonl")
-    (tmp_path / "in" / "README.md").write_text("---\nconfigs:\n- data_files: ../secret.jsonl\n---\n")
-    with pytest.raises(ConfigError, match="it holds a README.md that names files"):
+    (tmp_path / "in" / "a.jsonl").write_text(json.dumps({"text": "mine " * 300}) + "\n")
+    (tmp_path / "secret.jsonl").write_text(json.dumps({"text": "secret " * 300}) + "\n")
+    for name in ("README.md", ".huggingface.yaml"):
+        for key, refused in (("data_files", True), ("'data_files'", True), ('"data\\x5ffiles"', False)):
+            said = f"configs:\n- config_name: default\n  {key}: {tmp_path}/secret.jsonl\n"
+            (tmp_path / "in" / name).write_text(f"---\n{said}---\n" if name == "README.md" else said)
+            elsewhere = tmp_path / f"{name}-{key[:6]}"
+            if refused:
+                with pytest.raises(ConfigError, match=f"it holds a {name} that names files"):
+                    prepare(replace(config, out=str(elsewhere)))
+            else:  # whatever it says, the folder's own rows are read
+                assert prepare(replace(config, out=str(elsewhere))) == 0
+                text = b"".join(file.read_bytes() for file in elsewhere.glob("*.bin"))
+                mine = tokenizer_of(elsewhere).encode("mine").tobytes()
+                assert index_of(elsewhere)["train"]["bytes"] == 1500 and mine in text
+        (tmp_path / "in" / name).unlink()
+
+
+def test_damage_to_what_is_begun_is_noticed(parquet: Parquet, tmp_path: Path) -> None:
+    """Half of a shard is the user's work, whose SHA-256 is written when it is whole; so is the tokenizer."""
+    config = settings_of(parquet, tmp_path / "begun", shard_tokens=100_000)
+    interrupted(config)
+    shutil.copytree(tmp_path / "begun", tmp_path / "other")
+    flip(tmp_path / "begun" / "train_000000.bin", 40)
+    with pytest.raises(ConfigError, match=r"train_000000\.bin was changed since progress\.json was written"):
+        prepare(config)
+    tokenizer = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    *first, last = tokenizer["tokens"].split(" ")
+    (tmp_path / "other" / "tokenizer.json").write_text(
+        json.dumps({**tokenizer, "tokens": " ".join([*first, last * 2])})
+    )
+    with pytest.raises(ConfigError, match=r"tokenizer\.json was changed since progress\.json was written"):
         prepare(replace(config, out=str(tmp_path / "other")))
+
+
+def test_nothing_of_a_user_is_deleted(parquet: Parquet, tmp_path: Path) -> None:
+    out, left = tmp_path / "out", ("progress.json.tmp", "train_000000.bin.4711.tmp")
+    assert prepare(settings_of(parquet, out)) == 0
+    for name in ("notes.tmp", *left):
+        (out / name).touch()
+    whole = (out / "index.json").read_text()
+    (out / "index.json").write_text(json.dumps({"settings": json.loads(whole)["settings"]}))
+    with pytest.raises(ConfigError, match=r"holds a damaged progress\.json or index\.json"):
+        prepare(settings_of(parquet, out))
+    assert {"notes.tmp", *left} <= {*os.listdir(out)}
+    (out / "index.json").write_text(whole)
+    assert prepare(settings_of(parquet, out)) == 0
+    assert {"notes.tmp", *left} & {*os.listdir(out)} == {"notes.tmp"}
 
 
 def test_nothing_is_learnt_from_held_out_documents(parquet: Parquet, shards: Path, tmp_path: Path) -> None:

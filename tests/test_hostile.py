@@ -213,7 +213,10 @@ def test_links_and_paths_out_of_a_run_are_not_followed(corpus: Path, tmp_path: P
     assert train.run(config) == 0
     victim, copy = tmp_path / "victim", tmp_path / "copy"
     secret = b'{"iter": 0, "secret": "do not trample on me"}\n'
-    names = [f"{name}.tmp" for name in ("config.yaml", "status.json", "summary.json", "metrics.jsonl")]
+    names = [
+        f"{name}.{threading.get_native_id()}.tmp"
+        for name in ("config.yaml", "status.json", "summary.json", "metrics.jsonl")
+    ]
     names += ["curve.png", "samples.jsonl", *(p.name for p in (tmp_path / "run").iterdir() if p.is_file())]
     for name in names:
         fresh_copy(tmp_path / "run", copy)
@@ -221,7 +224,7 @@ def test_links_and_paths_out_of_a_run_are_not_followed(corpus: Path, tmp_path: P
         (copy / name).unlink(missing_ok=True)
         (copy / name).symlink_to(victim)
         with pytest.raises(ConfigError, match="is a link"):
-            train.run(replace(config, out_dir=str(copy), max_iters=4, fresh=name == "summary.json.tmp"))
+            train.run(replace(config, out_dir=str(copy), max_iters=4, fresh=name.startswith("summary.json.")))
         assert victim.read_bytes() == secret, name
     recording = tmp_path / "run" / "wandb" / "offline-run-1" / "run-x.wandb"
     recording.parent.mkdir(parents=True)

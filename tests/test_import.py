@@ -1,9 +1,11 @@
 """What others keep comes in: nanoGPT's checkpoints and files, GPT-2 as the Hub has it."""
 
+import errno
 import json
 import os
 import pickle
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from core.schema import ConfigError
 from data.tokenizer import PRINTABLE
 from model.gpt import GPT
 from model.options import ModelOptions
-from sample import load_asked_run
+from sample import load_asked_run, load_run
+from scripts.import_checkpoint import ImportOptions, import_run
 from sweeps.plan import compose
 from training.config import TrainConfig, load_config
 from training.origin import read_file, read_origin
@@ -136,10 +139,33 @@ def test_no_pickle_of_a_stranger_runs(nanogpt: Path, tmp_path: Path, monkeypatch
                 made.writestr(part.filename, content if part.filename.endswith("/data.pkl") else parts.read(part))
         with pytest.raises(ConfigError, match="holds tuples within tuples without end"):
             read_origin("nano/bomb.pt")
+    modulus = sys.hash_info.modulus
+    (nanogpt / "meta.pkl").write_bytes(pickle.dumps({"itos": {modulus * i: "a" for i in range(9)}}))  # of one hash
+    with pytest.raises(ConfigError, match="holds an integer too large for a token"):
+        read_origin("nano/ckpt.pt", "nano/meta.pkl")
+    torch.save({"model": {}, "model_args": {(i, modulus * i): 1 for i in range(20_000)}}, nanogpt / "keys.pt")
+    with pytest.raises(ConfigError, match="holds more than 10,000 keys"):
+        read_origin("nano/keys.pt")
     torch.save({"model": Evil(), "model_args": {}}, nanogpt / "ckpt.pt")
     with pytest.raises(ConfigError, match=r"init_from=nano/ckpt.pt .* is not what nanoGPT writes: .*[wW]eights.only"):
         read_origin("nano/ckpt.pt")
     assert not (tmp_path / "evil").exists()
+
+
+def test_an_import_is_there_as_a_whole_or_not_at_all(
+    nanogpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ImportOptions(f"{nanogpt}/ckpt.pt", str(tmp_path / "run"), f"{nanogpt}/meta.pkl")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr("core.checkpoint.save", full)
+        import_run(asked)
+    assert {*os.listdir(tmp_path)} == {"nano"}
+    assert import_run(asked) == 0 and {*os.listdir(tmp_path)} == {"nano", "run"}
+    assert load_run(tmp_path / "run" / "ckpt" / "best", torch.device("cpu")).state["step"] == 7
 
 
 def test_anything_else_gets_one_line_that_says_what_can_be_read(

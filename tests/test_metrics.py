@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from conftest import Program
 from matplotlib.image import imread
 
 from core.record import Lines, Metrics
+from core.rundir import read_status
 from training.evaluate import spike_score
 from training.metrics import ANY, ROWS, row_of
 from training.tracking import draw_curve
@@ -101,6 +103,12 @@ def test_a_curve_shows_both_losses_and_an_empty_run(tmp_path: Path) -> None:
     pixels = (imread(run / "curve.png")[:, :, :3] * 255).round()
     for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
         assert (pixels == colour).all(axis=2).sum() > 100
+
+
+def test_a_picture_fails_no_run(tiny_run: list[str], program: Program, tmp_path: Path) -> None:
+    done = program("train.py", *tiny_run, "plot=true", "out_dir=run", env={**os.environ, "MPLBACKEND": "nonsense"})
+    assert "warning: curve.png is not drawn: ValueError: " in done.stdout and ", curve.png" not in done.stdout
+    assert read_status(tmp_path / "run")["state"] == "done"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """nanoqk.py: from Python everything is as on the command line, and the process that calls it stays as it was."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -110,6 +112,25 @@ def test_errors_are_the_command_lines(words: list[str], tmp_path: Path, corpus: 
     for settings in ({"temprature": 1}, {"device": "cpu"}, {"num_samples": 0}, {"start": ""}, {"start": "é"}):
         with pytest.raises(nanoqk.ConfigError, match="temperature|takes the run's|must be|at least one|'é'"):
             run.sample(**settings)
+
+
+def test_a_strangers_run_raises_what_the_module_says(words: list[str], tmp_path: Path) -> None:
+    run, folder = nanoqk.train(*words), tmp_path / "run"
+    (folder / "status.json").write_text(json.dumps({"state": "\x1b]0;owned\x07"}))
+    assert "\x1b" not in repr(run) and "owned" in repr(run)
+    (folder / "status.json").write_text(json.dumps({"state": "running"}))
+    (folder / "lock").unlink()
+    (folder / "lock").mkdir()
+    assert "running" in repr(run)
+    bad: list[Callable[[], object]] = [lambda: nanoqk.Run("a\0"), lambda: nanoqk.Run("x" * 5000)]
+    bad += [lambda: nanoqk.Run(folder, device="x"), lambda: nanoqk.runs("a\0")]
+    for content in (b"\xff", b"[1", b"a: " + b"x" * 2_000_000):
+        (folder / "config.yaml").write_bytes(content)
+        with pytest.raises(nanoqk.ConfigError, match="has a config.yaml that cannot be read"):
+            _ = nanoqk.Run(folder).config
+    for call in bad:
+        with pytest.raises(nanoqk.ConfigError):
+            call()
 
 
 def test_threads_take_turns_and_the_process_stays_as_it_was(words: list[str], tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_the_next_command_runs_where_results_has_a_report_of_other_runs(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda folder: (folder.mkdir(), (folder / "thesis.txt").touch()), "is neither empty nor a sweep's directory"),
+        (lambda folder: (folder.mkdir(), (folder / "thesis.tmp").touch()), "is neither empty nor a sweep's directory"),
         (lambda folder: (folder.mkdir(), (folder / "logs").symlink_to("/tmp")), "is neither empty"),
         (lambda folder: (folder.mkdir(), (folder / "config.yaml").touch()), "holds a run of train.py: write another"),
         (lambda folder: (folder / "logs").symlink_to(folder.parent), "logs in it is a link"),
@@ -201,6 +201,12 @@ def test_another_folder_is_left_alone(change: Callable[[Path], Any], says: str, 
     change(folder)
     before = sorted(folder.iterdir())
     assert says in launched(file, status=2) and sorted(folder.iterdir()) == before
+
+
+def test_a_launch_goes_on_that_was_killed_as_it_wrote_its_plan(tmp_path: Path, corpus: Path) -> None:
+    frozen(file := tiny_sweep(tmp_path, corpus))
+    (tmp_path / "sweep" / "plan.jsonl").rename(tmp_path / "sweep" / "plan.jsonl.4711.tmp")
+    assert "8 pending" in launched(file, "dry_run=true")
 
 
 @pytest.mark.parametrize("claim", ['{"tries": 5}', '{"limit": "2"}', '{"tries": {"a": null}}', "[]"])

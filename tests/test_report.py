@@ -3,6 +3,7 @@
 import fcntl
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -228,6 +229,11 @@ def test_a_report_is_made_anew_from_what_it_stored(made: Made, tmp_path: Path, m
         "provenance.json"  # which has the command
     ]
     assert report.main(["from=nowhere"]) == 2 and report.main([]) == 2
+    Path("mine").mkdir()
+    Path("mine", "table.md").write_text("precious")
+    assert report.main(["from=one", "out=mine"]) == 2 and os.listdir("mine") == ["table.md"]
+    assert Path("mine", "table.md").read_text() == "precious"
+    assert report.main(["from=one", "out=two"]) == 0
 
 
 @pytest.mark.parametrize(

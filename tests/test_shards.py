@@ -108,6 +108,20 @@ def fineweb_run(shards: Path, run: Path, **changes: Any) -> Any:
     return configured(shards, run, **{"eval_interval": 3, "checkpoint_interval": 3, **changes, "data": data})
 
 
+def test_a_damaged_record_of_a_shard_is_made_anew(
+    tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    open_shards(FineWebOptions(path=str(shards)))
+    records = [*tmp_path.glob("nanoqk/verified/*.json")]
+    for damage in ('{"sha256": "a", "highest": 3}', '{"found": [1, 2]}', "[]", ""):
+        for record in records:
+            whole = record.read_bytes()
+            record.write_text(damage)
+        open_shards(FineWebOptions(path=str(shards)))
+        assert records[-1].read_bytes() == whole
+
+
 def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards: Path, tmp_path: Path) -> None:
     assert_halves_equal_straight(shards, tmp_path, data={"name": "fineweb", "path": str(shards)})
     index = index_of(shards)

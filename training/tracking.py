@@ -9,7 +9,9 @@ from typing import Any
 
 from core.files import read_json
 from core.git import uncommitted
+from core.process import say
 from core.record import Metrics, is_number
+from core.schema import one_line
 from core.wandb_run import wandb_mode, wandb_options
 from training.config import TrainConfig
 from training.metrics import EVALUATION, shown_in
@@ -18,8 +20,17 @@ from training.state import Facts
 CURVES = {"train/loss": ("#0072B2", ""), "val/loss": ("#D55E00", "o")}  # what curve.png has: colour, marker
 
 
-def draw_curve(path: Path) -> None:
-    """Draw the losses of the run in `path` into its curve.png."""
+def draw_curve(path: Path) -> bool:
+    """Draw the losses of the run in `path` into its curve.png. Whether that went well: a picture fails no run."""
+    try:
+        draw(path)
+    except Exception as error:  # a full disk, matplotlib's settings
+        say(f"warning: curve.png is not drawn: {one_line(error)}")
+        return False
+    return True
+
+
+def draw(path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")  # without pyplot: no display, no global state

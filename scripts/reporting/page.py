@@ -24,6 +24,7 @@ from scripts.reporting.tables import Table
 from sweeps.plan import temperature_note, unknown_points
 
 TEMPLATE = Path(__file__).with_name("page.html")
+MARK = b'<meta name="generator" content="nanoQK">'
 NOTES = Path(__file__).with_name("notes.md")
 HINT = (
     "In a chart: click a name to hide or show a setting; hover for values; drag to move, Ctrl and the wheel to zoom; "
