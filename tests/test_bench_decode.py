@@ -92,6 +92,8 @@ def test_points_before_a_side_dies_are_kept(
     (point,) = json.loads((tmp_path / "bench.json").read_text())["points"]
     assert point["context"] == 24 and point["sides"]["rms"]["ms"] > 0
     assert "| 1 | 24 | 1 × 1 |" in (tmp_path / "table.md").read_text()
+    (tmp_path / "bench.json").unlink()
+    assert run(monkeypatch, *words) == 2 and "has a table.md that is none of this program" in capsys.readouterr().err
 
 
 def test_a_cpu_is_named_with_the_threads_that_were_used() -> None:

@@ -292,6 +292,8 @@ def bench(values: DecodeOptions, overrides: list[str]) -> dict[str, Any]:
     configs = {context: settings(overrides, context) for context in values.contexts or usual}
     folder = Path(values.out) if values.out else None
     if folder is not None:
+        other = (folder / "table.md").exists() and not (folder / "bench.json").exists()
+        require(not other, f"out={folder} has a table.md that is none of this program: write another out=")
         folder.mkdir(parents=True, exist_ok=True)
     points: list[Point] = []
     result = {
