@@ -24,6 +24,7 @@ from data.tokenizer import Tokenizer, from_dict
 from model.generate import generate
 from model.gpt import GPT
 from training.config import Device, Dtype, Seed, TrainConfig, load_config
+from training.session import idle_threads
 from training.state import checked
 
 RunPath = Annotated[str, NOT_EMPTY, Help("a run directory, or one checkpoint in it (runs/.../ckpt/step_000500)")]
@@ -61,6 +62,7 @@ class SampleConfig:
 def sample(config: SampleConfig) -> int:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
+    torch.set_num_threads(idle_threads(device))
     loaded = load_asked_run(config.run, config.checkpoint, device)
     prompt = default_prompt(loaded.tokenizer) if config.start is None else read_prompt(config.start)
     clean = on_terminal if sys.stdout is not None and sys.stdout.isatty() else str

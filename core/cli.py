@@ -368,7 +368,10 @@ def read_arguments(settings: type, argv: list[str], passes_on: bool = False) -> 
     for word in others:
         key, equals, _ = word.partition("=")
         good = bool(equals) and (passes_on or key[:1].isalpha())
-        require(good, f"{word} is unknown: settings are written key=value")
+        plain, known = word.lstrip("-"), declared(settings)
+        better = f"{next(iter(known))}={word}" if plain == word and "/" in word and not equals else plain
+        better = f", as {better}" if better.partition("=")[0] in known and better != word else ""
+        require(good, f"{word} is unknown: settings are written key=value{better}")
     if others and not passes_on:
         key = others[0].partition("=")[0]
         raise ConfigError(f"{others[0]} is unknown{did_you_mean(key, declared(settings))}")

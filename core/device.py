@@ -40,7 +40,8 @@ def resolve_device(name: str, world: World = ALONE) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count()
-        require(count > 0, f"device={name} is absent: torch {torch.__version__} sees no CUDA device")
+        none = f"torch {torch.__version__} sees no CUDA device; device=auto takes what there is"
+        require(count > 0, f"device={name} is absent: {none}")
         n = world.local_size  # not local_rank: every rank must raise, since rank 0 alone prints
         require(one_each or n == 1, f"device={name} is the same GPU for every rank of torchrun: write device=cuda")
         require(n <= count, f"device=cuda: {n} ranks of torchrun need a GPU each, of {count} here")

@@ -116,7 +116,7 @@ def raising_one_line() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(in_one_line(str(error))) from error
+        raise ConfigError(in_one_line(str(error))) from None
     finally:
         if threading.current_thread() is threading.main_thread() and hangup is not None:
             signal.signal(signal.SIGHUP, hangup)

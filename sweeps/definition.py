@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from core.cli import CONFIG_DIR, parse_yaml
-from core.schema import POSITIVE, ConfigError, Rule, convert, options, require, settings_of, show
+from core.schema import (
+    POSITIVE,
+    ConfigError,
+    Rule,
+    convert,
+    must_be_one_of,
+    options,
+    require,
+    settings_of,
+    show,
+)
 from data.corpora import read_text
 from training.config import TrainConfig
 from training.metrics import REDUCTIONS
@@ -202,7 +212,7 @@ def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any
     file = Path(name) if name.endswith(".yaml") else known.get(name)
     if file is None:
         require(not Path(f"{name}.yaml").is_file(), f"sweep={name} lacks the file's ending: write sweep={name}.yaml")
-        raise ConfigError(f"sweep={name} must be one of {', '.join(known)}, or a file that ends in .yaml")
+        raise ConfigError(f"sweep={name} is no file that ends in .yaml, and {must_be_one_of(name, known, 'sweep=')}")
     require(file.is_file(), f"sweep={name} is no file")
     source = convert(parse_yaml(read_text(str(file), f"sweep={name}"), f"sweep={name}"), dict, "sweep")
     base = asdict(Definition())

@@ -33,7 +33,7 @@ from core.wandb_run import wandb_options
 from sweeps.claims import Launch
 from sweeps.definition import Definition, load_sweep, read_definition, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
-from sweeps.plan import PlannedRun, freeze, plan_runs, temperature_note, unknown_points
+from sweeps.plan import PlannedRun, freeze, merge_plans, plan_runs, read_plan, temperature_note, unknown_points
 from sweeps.status import FINAL, State, SweepPlace, failures, finished_in, progress, state_of, tally
 from training.config import TrainConfig
 
@@ -78,6 +78,8 @@ def run(asked: LaunchOptions, overrides: list[str], hint: bool = True) -> int:
     if note := temperature_note(sweep, {point: flatten(asdict(config)) for point, config in planned.items()}):
         say(f"note: {note}")
     if asked.dry_run:
+        if (sweep_dir / "plan.jsonl").exists():  # what freeze() would refuse
+            merge_plans(sweep_dir, {run.id: run for run in read_plan(sweep_dir)}, runs)
         list_runs(asked, sweep_dir, unstored)
         return 0
     left = [run for run in unstored if not at_end(sweep_dir / run.id)]

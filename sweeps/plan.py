@@ -298,7 +298,8 @@ def read_plan(sweep_dir: Path) -> list[PlannedRun]:
     try:
         lines = read_regular(sweep_dir / "plan.jsonl").splitlines()
     except OSError as error:
-        raise ConfigError(f"sweep_dir={sweep_dir} holds no sweep (it has no plan.jsonl)") from error
+        run = f"; it is a run: run={sweep_dir}" if (sweep_dir / "config.yaml").is_file() else ""
+        raise ConfigError(f"sweep_dir={sweep_dir} holds no sweep (it has no plan.jsonl){run}") from error
     require(len(lines) > 0, f"sweep_dir={sweep_dir} has a plan.jsonl without a run")
     try:
         found = [*map(parse_object, lines)]

@@ -349,6 +349,7 @@ def test_a_new_point_joins_no_frozen_run_of_other_settings(tmp_path: Path, corpu
     assert len({run.id for run in frozen(file, {"parts": "short"})}) == 2
     with pytest.raises(ConfigError, match="holds short with other settings: max_iters 4 -> 8"):
         frozen(file, {"parts": "long"})
+    assert "holds short with other settings" in launched(file, "sweep.parts=long", "dry_run=true", status=2)
 
 
 def test_parts_are_chosen_before_their_grids_change(tmp_path: Path, corpus: Path) -> None:

@@ -156,6 +156,8 @@ def test_help_lists_every_setting_once_with_its_default_and_a_line() -> None:
         (["title=a", "copies=x"], 2, "error: copies=x must be an integer\n"),
         (["title=a", "cpies=1"], 2, "error: cpies=1 is unknown; did you mean copies?\n"),
         (["title=a", "draft"], 2, "error: draft is unknown: settings are written key=value\n"),
+        (["runs/a"], 2, "error: runs/a is unknown: settings are written key=value, as title=runs/a\n"),
+        (["--title=a"], 2, "error: --title=a is unknown: settings are written key=value, as title=a\n"),
         (["title=a", "size=[1"], 2, "error: size=[1 is not key=value"),
         (["--help"], 0, "Settings, written key=value:"),
     ],

@@ -155,7 +155,7 @@ class DecayOptions(ScheduleOptions):
         require(
             self.warmup(end) < end,
             f"schedule.warmup_iters={self.warmup_iters} must be < {end}"
-            " (schedule.lr_decay_iters, by default max_iters); null suits a short run",
+            " (schedule.lr_decay_iters, by default max_iters); schedule.warmup_iters=null suits a short run",
         )
 
 

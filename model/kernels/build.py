@@ -49,6 +49,8 @@ def load() -> bool:
         if folder is not None and intact(folder / name):
             torch.ops.load_library(folder / name)
             return True
+        if sys.stderr is not None and sys.stderr.isatty():
+            print("compiling the CPU kernels, once for this machine: half a minute or more", file=sys.stderr)
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
             signed, library = Path(scratch) / "signed.so", (folder or Path(scratch)) / name
             # written, then renamed: two processes may compile at once
