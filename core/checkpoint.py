@@ -240,7 +240,7 @@ def verify(path: Path) -> tuple[int, list[str]]:
     except OSError as error:
         raise_unless_damage(error)
         raise CorruptCheckpoint(f"{path / MANIFEST}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise CorruptCheckpoint(f"{path / MANIFEST}: checksum is wrong")

@@ -17,6 +17,8 @@ from data.tokenizer import (
     printable_to_bytes,
 )
 
+MOST_CUT, MOST_JOINED = 2**33, 2**24  # bytes that merges() looks at, and finds: seconds, GPT-2 has 2**21
+
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
     """The content of tokenizer.json, or None for a tokenizer that the format cannot hold."""
@@ -44,9 +46,16 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
 def merges(tokens: list[bytes]) -> list[tuple[str, str]]:
     """The pairs that BPE joins, in the order of the tokens that they form. Every token has all its pairs, since our
     encoder joins any two tokens that form another one."""
-    known = set(tokens)
+    known, size = set(tokens), 0
+    require(sum(len(token) ** 2 for token in tokens) <= MOST_CUT, "its tokens are too long")
     cuts = ((token[:i], token[i:]) for token in tokens for i in range(1, len(token)))
-    return [(bytes_to_printable(a), bytes_to_printable(b)) for a, b in cuts if a in known and b in known]
+    found = []
+    for a, b in cuts:
+        if a in known and b in known:
+            size += len(a) + len(b)
+            require(size <= MOST_JOINED, "its tokens join in too many ways")
+            found.append((bytes_to_printable(a), bytes_to_printable(b)))
+    return found
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer | None:

@@ -301,9 +301,14 @@ def build_tokenizer(name: str, text: str, vocab_size: int | None = None) -> Toke
 
 
 def from_dict(saved: dict[str, Any]) -> Tokenizer:
-    """The tokenizer whose `to_dict()` was saved."""
+    """The tokenizer whose `to_dict()` was saved. Raises: ConfigError where that cannot be."""
     known: dict[str, type[Tokenizer]] = {**TOKENIZERS, NoText.name: NoText}
-    return known[saved["name"]].from_dict(saved)
+    try:
+        made = known[saved["name"]].from_dict(saved)
+        require(made.vocab_size > 0, "it has no tokens")
+        return made
+    except (LookupError, TypeError, AttributeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"a saved tokenizer cannot be read: {one_line(error)}") from error
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:

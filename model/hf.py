@@ -214,9 +214,10 @@ def renamed(model: Any, state: State, back: bool = False) -> State:
         if part == "attn.c_q" and model.config.attention.q_rank is not None:
             theirs = [theirs[0].replace("q_proj", "q_b_proj")]
         w = torch.cat([state[one] for one in theirs]) if back else state[name]
-        order = by_head(model.config) if part == "attn.c_kv_b" else torch.arange(len(w))
+        order = by_head(model.config) if part == "attn.c_kv_b" else torch.arange(len(w), device=w.device)
         sizes = getattr(model.get_submodule(name.rpartition(".")[0]), "split_sizes", [len(w)])
         factors = factors_of(model.config, part, len(sizes))
+        order = order.to(w.device)
         if back:
             pieces = w[order.argsort()].split(sizes)
             found[name] = torch.cat([piece / c for piece, c in zip(pieces, factors, strict=True)])
@@ -240,7 +241,7 @@ def factors_of(config: Any, part: str, n: int) -> list[float]:
 def by_head(config: Any) -> Tensor:
     """The rows of MLA's c_kv_b as theirs has them: a head's keys, then its values; ours has all heads' keys first."""
     heads, a = config.model.n_head, config.attention
-    keys, values = (torch.arange(heads * n).view(heads, n) for n in (a.nope_dim, a.v_dim))
+    keys, values = (torch.arange(heads * n, device="cpu").view(heads, n) for n in (a.nope_dim, a.v_dim))
     return torch.cat([keys, keys.numel() + values], 1).flatten()
 
 

@@ -46,6 +46,7 @@ from training.config import ConstantOptions, Device, WandbOptions
 from training.session import setup
 
 MAX_VOCAB_SIZE = 256  # different random tokens that a fresh model is trained on
+MOST_MICRO_BATCHES = 64  # of an update: with more it would take for ever
 CACHED, CACHE_TOLERANCE = 64, 1e-4  # tokens that are decoded with a cache; what round-off explains
 SIGMAS = 5  # a loss on random tokens is caught if so many standard errors, and FLOOR_TOLERANCE, below ln V
 SEED = 20251028  # of the random tokens: not the seed that a run with data=random is trained on
@@ -90,6 +91,7 @@ class Run:
             "checkpoint_interval": steps, "eval_iters": 0, "plot": False, "dry_run": False, "eval_only": False,
             "fresh": False, "dtype": "float32", "init_from": None, "init_sha256": None, "threads": None,
             "wandb": WandbOptions(mode="disabled"),
+            "gradient_accumulation_steps": min(self.config.gradient_accumulation_steps, MOST_MICRO_BATCHES),
         }  # fmt: skip
         said = io.StringIO()
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(said), redirect_stderr(said):

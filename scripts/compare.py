@@ -37,6 +37,7 @@ from core.schema import (
     require,
 )
 from data.corpora import read_text
+from data.options import RandomOptions
 from data.tokenizer import SEPARATOR, NoText, Tokenizer, begins_character
 from data.tokens import Corpus, load_corpus
 from model.diagnostics import attention_weights
@@ -255,6 +256,8 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
     for name, (model, _, config, state) in runs.items():
         unknown = state.get("corpus_sha256") == UNKNOWN
         require(not unknown, f"{name}: its weights were imported, and what it holds out is not known; give text=FILE")
+        random = isinstance(config.data, RandomOptions)  # gigabytes, as a stranger's config may say
+        require(not random, f"{name}: data=random has no text; give text=FILE")
         try:
             corpus = load_corpus(config.data, model.block_size, state)
         except ConfigError as error:

@@ -24,7 +24,8 @@ from core.device import resolve_device, resolve_dtype
 from core.files import expand, sealed, write_atomic
 from core.schema import REQUIRED, AtLeast, ConfigError, Help, Writable, did_you_mean, one_line, options, require, show
 from data.corpora import probe_hub
-from data.tokenizer import BPETokenizer, NoText, begins_character
+from data.options import RandomOptions
+from data.tokenizer import BPETokenizer, begins_character
 from data.tokens import load_corpus
 from sample import LoadedRun, Plugins, RunPath, Which, load_asked_run
 from training.config import Device, Dtype
@@ -95,10 +96,12 @@ def cloze(run: LoadedRun) -> Any:
     model, tokenizer, config, state = run
     data, T = config.data, model.block_size
     require(T >= 2, f"tasks={CLOZE} needs model.block_size={T} >= 2: a passage, and what goes before it")
+    require(not isinstance(data, RandomOptions), f"tasks={CLOZE} needs text: data={data.name} has none")
     corpus = load_corpus(data, T, state)
-    require(corpus.sha256 == state["corpus_sha256"], f"tasks={CLOZE}: data={data.name} is not the run's text any more")
+    require(
+        corpus.sha256 == state.get("corpus_sha256"), f"tasks={CLOZE}: data={data.name} is not the run's text any more"
+    )
     before, after = max(1, T // 2), max(1, T // 4)
-    require(not isinstance(tokenizer, NoText), f"tasks={CLOZE} needs text: data={data.name} has none")
     begins = begins_character(tokenizer)
     starts_blank = np.array([piece[:1].isspace() for piece in tokenizer.pieces])
     ends_blank = np.array([piece[-1:].isspace() for piece in tokenizer.pieces])

@@ -40,7 +40,8 @@ def import_run(asked: ImportOptions) -> int:
     if tokenizer is None:
         raise ConfigError(f"from={asked.from_} has no tokens that are known: give meta=FILE, nanoGPT's meta.pkl")
     with torch.device("meta"):
-        weights = origin.weights_for(GPT(origin.config, tokenizer.vocab_size))  # refused before a model takes memory
+        like = GPT(origin.config, tokenizer.vocab_size)
+    weights = origin.weights_for(like)  # refused before a model takes memory
     model = GPT(origin.config, tokenizer.vocab_size)
     model.load_state_dict(weights)
     groups = {name: getattr(origin.config, name) for name in declared(type(origin.config))}

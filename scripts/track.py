@@ -20,7 +20,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -129,19 +129,28 @@ def make(asked: TrackOptions) -> int:
             return verify(asked, sweep)
         if asked.enter or asked.open:
             add(asked, sweep)
-        if asked.withdraw:
-            file = asked.board / "entries" / asked.withdraw / "provenance.json"
-            require(file.is_file(), f"withdraw={asked.withdraw} is no entry of {asked.board}")
-            about = read_json(file)
-            require(len(about) > 0, f"{file} cannot be read")
-            about["withdrawn"] = asked.reason
-            write_atomic(file, (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
     except UnfinishedError as end:
         return int(end.args[0])
     if not asked.dry_run:
-        with FileLock(config_folder() / "board.lock"):  # of two commands that end together, each writes both rows
+        change = withdrawn(asked) if asked.withdraw else contextlib.nullcontext()
+        with FileLock(config_folder() / "board.lock"), change:  # of two commands at once each writes both rows
             write_board(asked.board, sweep)
     return 0
+
+
+@contextlib.contextmanager
+def withdrawn(asked: TrackOptions) -> Iterator[None]:
+    """Withdraw an entry; an error within the block takes that back."""
+    file = asked.board / "entries" / str(asked.withdraw) / "provenance.json"
+    require(file.is_file(), f"withdraw={asked.withdraw} is no entry of {asked.board}")
+    about, before = read_json(file), read_regular(file)
+    require(len(about) > 0, f"{file} cannot be read")
+    write_atomic(file, (json.dumps(about | {"withdrawn": asked.reason}, indent=2, ensure_ascii=False) + "\n").encode())
+    try:
+        yield
+    except BaseException:
+        write_atomic(file, before)
+        raise
 
 
 def write_board(folder: Path, sweep: Definition) -> None:

@@ -22,7 +22,7 @@ from scripts.reporting import charts
 from scripts.reporting.charts import LOSS, styles, value_axis
 from scripts.reporting.comparisons import compared_families
 from scripts.reporting.figures import metric_panels, series_of
-from scripts.reporting.runs import METRICS, read_sweep, thinned
+from scripts.reporting.runs import METRICS, kept, read_curves, read_sweep, thinned
 from scripts.reporting.stored import joined, read_stored
 from scripts.reporting.tables import comparison_table, facts, fault_table, missing_tables, part_table, readings_table
 from sweeps.plan import read_plan
@@ -129,6 +129,17 @@ def test_long_curves_of_other_metrics_are_drawn_with_few_points_and_their_peak()
     assert list(thinned(curve, "last").items())[1] == (21, 0.0)
     assert sum(thinned(curve, "sum").values()) == sum(curve.values())
     assert thinned({0: 1.0, 99: 2.0}, "mean") == {0: 1.0, 99: 2.0}
+
+
+def test_a_metric_without_a_number_is_left_out_and_an_iteration_that_is_none_is_named(made: Made) -> None:
+    made.definition["also"] = {"train/*": "last"}
+    finish(made.plan("p=2", 1, 0), {0: 4.0, 10: 3.0})
+    summary, drawn = kept({}, {"val/loss": {0: 4.0}, "train/loss": {}}, read_sweep(made.path, "made"))
+    assert drawn == {"val/loss": {0: 4.0}} and summary == {"worst_loss": 4.0}
+    for step in ("Infinity", "-1", "1.5", "true", str(2**60), '"1"'):
+        (made.path / "metrics.jsonl").write_text(f'{{"iter": {step}, "val/loss": 1.0}}\n')
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read: iter=.* is no iteration"):
+            read_curves(made.path, ["val/loss"])
 
 
 def test_no_two_parts_share_a_figure(tmp_path: Path) -> None:

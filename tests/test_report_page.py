@@ -109,6 +109,7 @@ FORGED = {  # file, what is in it -> what a stranger writes there, and the line'
     "a fault": ("provenance.json", b'"fault.name": "none"', b'"fault.name": 7', "has fault.name=7"),
     "a far iteration": ("curves.csv.gz", b"", gzip.compress(FAR), "has the iteration 999"),
     "no loss": ("runs.csv", b"val/loss_min", b"val/loss_max", "done without val/loss_min"),
+    "no rate": ("provenance.json", b'"optim.learning_rate": ', b'"optim.learning_rate": 0, "x": ', "learning_rate=0"),
     "a setting": ("provenance.json", b'"max_iters": ', b'"max_iters": [], "x": ', "has max_iters=[]"),
 }
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from core.schema import ConfigError
 from data import tokenizer as tokenizers
 from data.corpora import load_text
+from data.hf_tokenizer import merges
 from data.options import PythonDocsOptions
 from data.tokenizer import BYTES, SEPARATOR, BPETokenizer, ByteTokenizer, Tokenizer, build_tokenizer, learn_bpe
 
@@ -110,6 +112,21 @@ def test_an_unknown_character_is_named(text: str, named: str) -> None:
 def test_a_saved_vocabulary_of_lone_surrogates_is_refused() -> None:
     with pytest.raises(ValueError, match="surrogates not allowed"):
         tokenizers.from_dict({"name": "char", "chars": "ab\ud800"})
+    bad: list[Any] = [{}, {"name": "x"}, {"name": "char"}, {"name": "char", "chars": 5}, {"name": "char", "chars": ""}]
+    bad += [{"name": "none", "vocab_size": size} for size in (0, -1, "x", None)] + [{"name": "bpe", "tokens": [1]}]
+    for saved in bad:
+        with pytest.raises(ConfigError, match="a saved tokenizer cannot be read: "):
+            tokenizers.from_dict(saved)
+
+
+@pytest.mark.parametrize(
+    "tokens", [[b"a" * n for n in range(1, 2000)], [bytes([i]) * 2**16 for i in range(4)]], ids=["nested", "long"]
+)
+def test_a_vocabulary_that_would_take_for_ever_is_refused(tokens: list[bytes]) -> None:
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="its tokens"):
+        merges(tokens)
+    assert time.process_time() - began < 20
 
 
 def test_tokens_take_two_bytes_while_the_vocabulary_fits() -> None:

@@ -336,6 +336,10 @@ def test_an_entry_whose_provenance_is_damaged_is_not_withdrawn(tmp_path: Path) -
     with pytest.raises(ConfigError, match="provenance.json cannot be read"):
         make(TrackOptions(withdraw="x", reason="bad", sweep=str(sweep), folder=str(folder)))
     assert file.read_text() == '{"sweep": '
+    file.write_text('{"sweep": 1}')
+    with pytest.raises(ConfigError, match="holds no report"):
+        make(TrackOptions(withdraw="x", reason="bad", sweep=str(sweep), folder=str(folder)))
+    assert file.read_text() == '{"sweep": 1}'  # the board could not be made with it
 
 
 def test_a_board_is_full_after_40_comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,7 +257,7 @@ def kept(summary: dict[str, Any], curves: Mapping[str, Curve], sweep: Sweep) -> 
         numbers["worst_loss"] = max((v for i, v in later if i > min(losses)), default=losses[min(losses)])
     drawn = {"val/loss": curves["val/loss"]} if "val/loss" in curves else {}
     for pattern, how in sweep.logged.items():
-        found = sorted(key for key in curves if fnmatchcase(key, pattern) and key != "val/loss")
+        found = sorted(key for key in curves if curves[key] and fnmatchcase(key, pattern) and key != "val/loss")
         drawn |= {key: thinned(curves[key], how) for key in found}
     return summary | numbers, drawn
 
@@ -326,9 +326,11 @@ def read_curves(path: Path, keys: Sequence[str]) -> dict[str, Curve]:
     try:
         with open_regular(path / "metrics.jsonl", limit=LINES_BYTES) as file:
             for values in map(parse_object, file):
+                step = values["iter"]
+                require(type(step) is int and 0 <= step < 2**53, f"iter={show(step)} is no iteration")
                 for key, value in values.items():
                     if value is not None and wanted(key):
-                        curves.setdefault(key, {})[int(values["iter"])] = 1.0 * value
+                        curves.setdefault(key, {})[step] = 1.0 * value
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"metrics.jsonl cannot be read: {error}") from error
     return curves

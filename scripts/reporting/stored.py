@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.files import file_sha256, parse_object, read_json, read_regular, unpacked
+from core.record import is_number
 from core.rundir import TEXTS, mistyped
 from core.schema import ConfigError, require, show
 from scripts.reporting.runs import NUMBER_KINDS, NUMBERS, Curve, Run, Sweep
@@ -86,7 +87,11 @@ def read_stored(folder: Path, name: str) -> Sweep:
             require(file_sha256(folder / file) == about["sha256"].get(file), f"{file} was changed")
         curves = read_curves(folder / "curves.csv.gz")
         for n, row in enumerate(rows_of(read_regular(folder / "runs.csv"))):
-            sweep.runs.append(read_row(row, measured, about["config"], curves.get(n, {})))
+            run = read_row(row, measured, about["config"], curves.get(n, {}))
+            found = {metric.column: run.summary.get(metric.column) for metric in sweep.metrics}
+            bad = [f"{key}={show(value)}" for key, value in found.items() if not (value is None or is_number(value))]
+            require(not bad, f"runs.csv has {', '.join(bad[:1])}")
+            sweep.runs.append(run)
     except Exception as error:  # whatever files meet that somebody has edited
         raise ConfigError(f"from={folder} cannot be read: {' '.join(str(error).split())[:300]}") from error
     require(len(sweep.runs) > 0, f"from={folder} holds no run")
@@ -111,6 +116,8 @@ def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any
     for content, kinds in ((summary, NUMBER_KINDS), (config, CONFIG_KINDS)):
         wrong = mistyped(content, kinds)
         require(not wrong, f"runs.csv has {wrong}")
+    rate = config.get("optim.learning_rate")
+    require(rate is not None and is_number(rate) and rate > 0, f"runs.csv has optim.learning_rate={show(rate)}")
     nested = [key for key, value in config.items() if isinstance(value, dict)]
     require(not nested, f"the setting {', '.join(nested)} is an object")
     missing = [key for key in ("val/loss_min", "val/loss", "iter_of_min") if summary.get(key) is None]

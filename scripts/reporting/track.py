@@ -143,7 +143,17 @@ def rows(folder: Path) -> list[Entry]:
 
 def opened(folder: Path) -> list[Entry]:
     """The rows that opened a board."""
-    return entries(*stored(folder), folder, {"by": "nanoQK", "date": "–"})
+    return read_entries(folder, {"by": "nanoQK", "date": "–"})
+
+
+def read_entries(path: Path, about: Mapping[str, str]) -> list[Entry]:
+    """entries() of the files in a folder. Raises: ConfigError."""
+    try:
+        return entries(*stored(path), path, about)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever numbers meet that somebody has edited
+        raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
 
 
 def by_folder(folder: Path) -> dict[Path, Entry]:
@@ -157,12 +167,9 @@ def by_folder(folder: Path) -> dict[Path, Entry]:
         require(ENTRY.holds(path.name), f"{path} {ENTRY.says}")
     for path in sorted(paths, key=lambda path: (path.stem, float(path.suffix[1:] or "inf"))):
         about = {"by": "–", "date": "–"} | read_json(path / "provenance.json")
-        try:
-            (row,) = entries(*stored(path), path, {key: str(about[key]) for key in ("by", "date")})
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever numbers meet that somebody has edited
-            raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
+        made = read_entries(path, {key: str(about[key]) for key in ("by", "date")})
+        require(len(made) == 1, f"{path} cannot be read: it has {len(made)} contestants")
+        (row,) = made
         shown = {**row.about, **({"withdrawn": str(about["withdrawn"])} if "withdrawn" in about else {})}
         for key, text in shown.items():
             file = "runs.csv" if key in ("machine", "commit") else "provenance.json"
