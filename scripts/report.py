@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from core.cli import run_script
-from core.files import expand, read_json, write_atomic
+from core.files import expand, read_json, write_atomic, write_json
 from core.process import say
 from core.schema import NOT_EMPTY, ConfigError, Help, Rule, Writable, one_line, options, require
 from scripts.reporting.charts import svg
@@ -89,6 +89,8 @@ def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any])
     other = [] if (out / "provenance.json").exists() else [name for name in files if os.path.lexists(out / name)]
     require(not other, f"out={out} has {', '.join(other)}, which no report wrote: write another out=")
     out.mkdir(parents=True, exist_ok=True)
+    if not (out / "provenance.json").exists():
+        write_json(out / "provenance.json", {"drawn": [*files]})  # what a full disk cuts off is known as a report
     before = files_of(out)
     for name, content in files.items():
         write_atomic(out / name, content)

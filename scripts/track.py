@@ -334,7 +334,7 @@ def store(folder: Path, found: Sweep, files: Mapping[str, bytes], command: str, 
     if old.get("sha256", {}).get("runs.csv") == hashlib.sha256(every["runs.csv"]).hexdigest():
         kept = {key: old[key] for key in ("date", "withdrawn") if key in old}
         every |= {name: read_regular(folder / name) for name in TIMES if (folder / name).exists()}
-    elif old:
+    elif old.get("sha256"):
         require("entry.yaml" in old["sha256"], f"{folder} has a board already: another sweep= opens another one")
         n = 1 + len([*folder.parent.glob(f"{folder.name}.*")])
         folder.rename(folder.with_name(f"{folder.name}.{n}"))

@@ -154,7 +154,7 @@ def test_a_launch_says_it_before_the_runs_and_not_where_alpha_is_matched(tmp_pat
     file = tiny_sweep(tmp_path, corpus, "qk_norm=lp", "max_iters=2", grid=grid, folds=[0])
     dry, trained = (launched(file, "qk_norm.alpha_init=1", more) for more in ("dry_run=true", "launcher.workers=1"))
     assert dry.startswith(f"note: this sweep: {SAME}") and trained.startswith(f"note: this sweep: {SAME}")
-    assert "note: " not in launched(file, "dry_run=true")
+    assert "note: " not in launched(file, "dry_run=true", f"sweep_dir={tmp_path / 'other'}")
 
 
 def test_a_comparison_with_a_part_that_was_left_out_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:

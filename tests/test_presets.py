@@ -91,6 +91,7 @@ def test_every_option_of_every_group_composes(group: str) -> None:
         "data=text": ["data.path=a.txt"],
         "data=bin": ["data.path=folder"],
         "fault=loss_over_accumulation": ["gradient_accumulation_steps=2"],
+        "fault=repeated_in_time": ["attention=gqa"],
     }
     for option in OPTIONS[group]:
         choice = f"{group}={option}"
