@@ -15,6 +15,7 @@ from typing import Annotated
 import torch
 
 from core.cli import run_script
+from core.device import require_memory
 from core.files import expand, program, written_aside
 from core.rundir import RunRequest, open_run
 from core.schema import NOT_EMPTY, REQUIRED, ConfigError, Help, declared, options, require
@@ -41,6 +42,7 @@ def import_run(asked: ImportOptions) -> int:
         raise ConfigError(f"from={asked.from_} has no tokens that are known: give meta=FILE, nanoGPT's meta.pkl")
     with torch.device("meta"):
         like = GPT(origin.config, tokenizer.vocab_size)
+    require_memory(like.nbytes, torch.device("cpu"), f"from={asked.from_}: its weights and tables")
     weights = origin.weights_for(like)  # refused before a model takes memory
     model = GPT(origin.config, tokenizer.vocab_size)
     model.load_state_dict(weights)
