@@ -150,7 +150,7 @@ def write_run(path: Path, out: str | None) -> int:
     folder = expand(out) if out else path
     require(not folder.exists() or folder.is_dir(), f"out={out} is not a directory")
     folder.mkdir(parents=True, exist_ok=True)
-    ours = Writable(MARK).holds(str(folder / "report.html"))
+    ours = out is None or Writable(MARK).holds(str(folder / "report.html"))  # an earlier version left no mark
     require(ours, f"{folder / 'report.html'} cannot be written, or no report wrote it: write another out=")
     write_atomic(folder / "report.html", page(run_content(run)).encode(errors="replace"))
     say(f"open {shlex.quote(str(folder / 'report.html'))}")
