@@ -132,32 +132,32 @@ def test_loss_over_accumulation_misreports_and_trains_the_same_weights(tmp_path:
 
 def test_repeated_batches_are_the_first_iterations() -> None:
     config = faulty("repeated_batches", Path("x"))
-    honest, spoilt = batches_of(config), batches_of(config)
-    faults.inject_into_batches(config, spoilt)
+    honest, wrong = batches_of(config), batches_of(config)
+    faults.inject_into_batches(config, wrong)
     for micro in (0, 1):
-        assert torch.equal(spoilt.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
+        assert torch.equal(wrong.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
         assert not torch.equal(honest.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
-    assert torch.equal(next(spoilt.eval_batches(4))[0], next(honest.eval_batches(4))[0])
+    assert torch.equal(next(wrong.eval_batches(4))[0], next(honest.eval_batches(4))[0])
 
 
 def test_a_small_sample_is_all_that_is_trained_on() -> None:
-    honest, spoilt = (batches_of(faulty("small_sample", Path("x"))) for _ in range(2))
-    faults.inject_into_batches(faulty("small_sample", Path("x")), spoilt)
-    sample = np.asarray(spoilt.tokens[: 64 * 16])
-    rows = torch.cat([spoilt.get_batch(step)[0] for step in range(200)]).numpy()  # (400, 16)
+    honest, wrong = (batches_of(faulty("small_sample", Path("x"))) for _ in range(2))
+    faults.inject_into_batches(faulty("small_sample", Path("x")), wrong)
+    sample = np.asarray(wrong.tokens[: 64 * 16])
+    rows = torch.cat([wrong.get_batch(step)[0] for step in range(200)]).numpy()  # (400, 16)
     windows = {row.tobytes() for row in np.lib.stride_tricks.sliding_window_view(sample, 16).astype(np.int64)}
     assert {row.tobytes() for row in rows} <= windows and len({row.tobytes() for row in rows}) > 200
     assert not {row.tobytes() for row in honest.get_batch(0)[0].numpy()} & windows
-    assert torch.equal(next(spoilt.eval_batches(4))[0], next(honest.eval_batches(4))[0])
+    assert torch.equal(next(wrong.eval_batches(4))[0], next(honest.eval_batches(4))[0])
 
 
 def test_padding_counts_in_the_mean() -> None:
     config = faulty("padding_in_mean", Path("x"))
-    honest, spoilt = batches_of(config), batches_of(config)
-    faults.inject_into_batches(config, spoilt)
+    honest, wrong = batches_of(config), batches_of(config)
+    faults.inject_into_batches(config, wrong)
     for (x, y), (xp, yp) in zip(
         [honest.get_batch(2), honest.sampled_batch("val", 0), *honest.eval_batches(99)],
-        [spoilt.get_batch(2), spoilt.sampled_batch("val", 0), *spoilt.eval_batches(99)], strict=True,
+        [wrong.get_batch(2), wrong.sampled_batch("val", 0), *wrong.eval_batches(99)], strict=True,
     ):  # fmt: skip
         assert torch.equal(x[:, :2], xp[:, :2]) and torch.equal(y[:, :1], yp[:, :1])  # 16 / 16
         assert torch.equal(xp[:, 1:][yp[:, :-1] >= 0], yp[:, :-1][yp[:, :-1] >= 0])  # the next token all the same
