@@ -7,9 +7,7 @@ then raises KeyboardInterrupt, in the main thread. One thread at a time trains; 
 import importlib
 import os
 import sys
-import threading
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,16 +25,15 @@ finally:
 
 import torch
 from torch import Tensor
-from yaml import YAMLError
 
 from core.cli import read_arguments
 from core.device import resolve_device, resolve_dtype, settings_restored
-from core.files import expand, load_yaml, read_config
+from core.files import expand
 from core.plugins import load_plugins
-from core.process import pass_signal_on, printable, raising_one_line
+from core.process import one_at_a_time, pass_signal_on, printable, raising_one_line
 from core.record import Metrics
-from core.rundir import is_open, read_status, read_summary
-from core.schema import ConfigError, one_line, require, settings_of
+from core.rundir import is_open, read_settings, read_status, read_summary
+from core.schema import ConfigError, require, settings_of
 from data.tokenizer import Tokenizer
 from model.diagnostics import attention_weights
 from model.gpt import GPT
@@ -46,8 +43,6 @@ from sweeps.plan import compose, read_plan
 from train import run as train_run
 from training.config import TrainConfig, load_config
 from training.init_from import with_init_sha256
-
-_training = threading.Lock()
 
 
 class Run:
@@ -67,10 +62,7 @@ class Run:
     def state(self) -> str:
         """done, diverged, stopped, failed or running."""
         state = str(read_status(self.path).get("state"))
-        if state == "running":
-            with suppress(OSError):  # a stranger's lock may be no file
-                return "running" if is_open(self.path) else "stopped"
-        return state
+        return "stopped" if state == "running" and not is_open(self.path) else state
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -89,10 +81,7 @@ class Run:
 
     @cached_property
     def config(self) -> TrainConfig:
-        try:
-            return load_config(load_yaml(read_config(self.path)))
-        except (OSError, UnicodeDecodeError, YAMLError) as error:
-            raise ConfigError(f"run={self.path} has a config.yaml that cannot be read: {one_line(error)}") from error
+        return load_config(read_settings(self.path))
 
     @cached_property
     def _loaded(self) -> LoadedRun:
@@ -132,7 +121,7 @@ class Run:
 
 def train(*overrides: str) -> Run:
     """Train a run, or go on with it, as train.py does. One that diverges is returned as well: its state says so."""
-    with _training, settings_restored(), raising_one_line():
+    with one_at_a_time(), settings_restored(), raising_one_line():
         config = with_init_sha256(load_config(compose(overrides)))
         require(not config.dry_run, "dry_run=true trains nothing: it is for the command line")
         status = pass_signal_on(train_run(config))
@@ -143,7 +132,7 @@ def train(*overrides: str) -> Run:
 
 def sweep(*words: str) -> list[Run]:
     """Train what is left of a sweep, as sweeps/launch.py does: nanoqk.sweep("sweep=two_norms"). Returns its runs."""
-    with _training, settings_restored(), raising_one_line():
+    with one_at_a_time(), settings_restored(), raising_one_line():
         asked, overrides = read_arguments(launch.LaunchOptions, [*words], passes_on=True)
         require(not asked.dry_run, "dry_run=true trains nothing: it is for the command line")
         status = pass_signal_on(launch.run(asked, overrides))

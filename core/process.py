@@ -109,6 +109,16 @@ def status_of(run: Callable[[], int]) -> int:
     return 1
 
 
+_turn, _process = threading.Lock(), os.getpid()
+
+
+def one_at_a_time() -> threading.Lock:
+    """The lock of what trains in this process. Raises: ConfigError where fork() copied it held, as nobody frees it."""
+    if os.getpid() != _process and _turn.locked():
+        raise ConfigError("a run was training in another thread when this process was forked: start it by spawn")
+    return _turn
+
+
 @contextlib.contextmanager
 def raising_one_line() -> Iterator[None]:
     """For a caller in Python: a ConfigError has the line that the command line prints, and no handler stays changed."""
@@ -208,8 +218,10 @@ def start_bound(command: Sequence[str], last: str = "", **how: Any) -> subproces
 
 @functools.cache
 def input_for_life(pid: int) -> int:
-    """A pipe that ends when this process does."""
-    return os.pipe()[0]
+    """A pipe that ends when this process does. A process that is forked from it does not keep it open."""
+    reads, writes = os.pipe()
+    os.register_at_fork(after_in_child=lambda: os.close(writes) if os.getppid() == pid else None)
+    return reads
 
 
 def end_with_parent(wait: Callable[[], Any], number: int = signal.SIGTERM) -> None:

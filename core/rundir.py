@@ -27,7 +27,7 @@ from core import files
 from core.files import FOLDERS, FileLock, finite, is_locked, load_yaml, read_json, sealed, write_atomic, write_json
 from core.process import say
 from core.record import Record, is_number
-from core.schema import ConfigError, one_line, require, show
+from core.schema import ConfigError, convert, one_line, require, show
 from core.wandb_run import WandbRun
 
 LOCK_TIMEOUT = 0.5  # seconds; is_locked() of another process holds a lock for microseconds
@@ -328,7 +328,19 @@ def at_end(path: Path) -> bool:
 
 def is_open(path: Path) -> bool:
     """Whether a live process has the run open. A run "running" without a lock died."""
-    return is_locked(path / "lock")
+    with suppress(OSError):  # a stranger's lock may be no file
+        return is_locked(path / "lock")
+    return False
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The content of a run's config.yaml. Raises: ConfigError."""
+    require(os.path.isfile(path / "config.yaml"), f"run={path} holds no run (it has no config.yaml)")
+    told = f"run={path} has a config.yaml that cannot be read"
+    try:
+        return convert(load_yaml(files.read_config(path)), dict, told)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{told}: {one_line(error)}") from error
 
 
 def read_status(path: Path) -> dict[str, Any]:

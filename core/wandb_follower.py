@@ -231,7 +231,7 @@ def cut_incomplete_record(file: Path) -> None:
 
 def last_recorded(file: Path) -> int:
     """The last iteration in a recording; -1 where it has none."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file.parent)]
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     last = -1
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as inspect:
         for line in inspect.stdout or ():

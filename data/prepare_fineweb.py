@@ -56,6 +56,8 @@ PRINT_SECONDS = 30.0  # between two states of the progress bar in a log
 LEARN_BYTES = 100_000_000  # of text that tokenizer=bpe learns from
 BATCH_CHARS, BATCH_DOCUMENTS = 2**20, 1024  # a thread's task ends at the first limit that it reaches
 
+CHANGED = "is not what {} was begun on: its files have changed; use another folder"
+
 Position = dict[str, Any]  # of the stream of `datasets`, between two documents
 Document = tuple[np.ndarray, int, bool]  # tokens, bytes of its text in UTF-8, whether it is held out
 Batches = Iterable[tuple[list[Document], Position]]  # some documents at a time, and the position after them
@@ -86,7 +88,8 @@ def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
         names = set(os.listdir(out)) if out.exists() else set()
         raw = read_regular(out / (INDEX if INDEX in names else PROGRESS))
         begun = {**parse_object(raw)["settings"]}
-        said = summary(parse_index(out, raw)) if INDEX in names else ""
+        index = parse_index(out, raw) if INDEX in names else {}
+        said = summary(index) if index else ""
     except FileNotFoundError:
         own = all(name == "lock" or is_leftover(name, PROGRESS) for name in names)
         require(own, f"out={out} is neither empty nor a folder of token shards")
@@ -98,6 +101,9 @@ def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
     changes = differences({key: begun.get(key) for key in config.settings}, config.settings)
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
     if said:
+        folder = expand(config.dataset)
+        same = not folder.is_dir() or {**index["source"], **source_of(folder)} == index["source"]
+        require(same, f"dataset={config.dataset} {CHANGED.format(out)}")
         clean_up(out)
         say(f"{out} is complete: {said}")
     return said != ""
@@ -129,12 +135,14 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Source", t
 
 def load_progress(out: Path, config: PrepareFineWebConfig, documents: "Source") -> dict[str, Any]:
     """The content of progress.json, which is written where there is none. stream: a Position after `documents`."""
+    files = visible_files(expand(config.dataset))
+    times = hashlib.sha256(json.dumps([file.stat().st_mtime_ns for file in files.values()]).encode()).hexdigest()
     if state := read_json(out / PROGRESS):
-        other = f"is not what {out} was begun on: its files have changed; use another folder"
-        require(state.get("source") == documents.source, f"dataset={config.dataset} {other}")
+        same = state.get("source") == documents.source and state.get("times", times) == times
+        require(same, f"dataset={config.dataset} {CHANGED.format(out)}")
         require(fits(state), f"out={out} holds a damaged {PROGRESS}: remove the folder")
         return state
-    state = {"settings": config.settings, "source": documents.source, "documents": 0, "stream": None}
+    state = {"settings": config.settings, "source": documents.source, "times": times, "documents": 0, "stream": None}
     state |= {split: {"shards": [], "tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
     write_json(out / PROGRESS, state)
     return state
@@ -338,10 +346,13 @@ def kind_of(name: str) -> str:
 
 
 def visible_files(folder: Path) -> dict[str, Path]:
-    """The files of a folder, without hidden ones, by their sorted names within it."""
-    found = {file.relative_to(folder): file for file in folder.rglob("*") if not file.is_dir()}
+    """The files of a folder, without hidden ones, by their sorted names within it; {} for none. Raises: ConfigError
+    where a folder in it is a link."""
+    found = {file.relative_to(folder): file for file in folder.rglob("*")}
     shown = {str(name): file for name, file in found.items() if not any(part.startswith(".") for part in name.parts)}
-    return dict(sorted(shown.items()))
+    linked = next((name for name, file in shown.items() if file.is_dir() and file.is_symlink()), None)
+    require(linked is None, f"{folder} holds {linked}, a link to a folder, which is not read: move it away, or copy it")
+    return dict(sorted((name, file) for name, file in shown.items() if not file.is_dir()))
 
 
 def source_of(folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from core.files import ROOT, open_regular
 from core.plugins import handed_on
-from core.process import available_cpus, start_bound
+from core.process import available_cpus, input_for_life, start_bound
 from core.schema import AtLeast, ConfigError, Help, options, require, show
 from sweeps.ranks import PATIENCE, stop_once
 from sweeps.worker import RESTART, WORKER
@@ -130,7 +130,7 @@ class Local:
                 command = [sys.executable, WORKER, str(self.sweep_dir), self.launch]
                 with open_regular(self.log(i), "ab") as log:
                     self.slots[i] = subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment,
+                        command, stdin=input_for_life(os.getpid()), stdout=log, stderr=log, env=environment,
                         start_new_session=True,  # Ctrl-C reaches the launcher alone, which sends one SIGTERM
                     )  # fmt: skip
 

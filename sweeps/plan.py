@@ -330,7 +330,7 @@ def read_about(sweep_dir: Path) -> dict[str, Any]:
     require(len(about) > 0 and is_intact(about), f"{file} that was changed")
     try:
         for one in convert(about.setdefault("frozen", []), list, "frozen"):
-            require("overrides" in convert(one, dict, "frozen"), "frozen must name overrides")
+            convert(convert(one, dict, "frozen").get("overrides"), tuple[str, ...], "frozen.overrides")
         convert(about.get("name", ""), str, "name")
         check_sweep(convert(about.get("sweep", {}), dict, "sweep"))
     except ConfigError as error:

@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from core.cli import parse_yaml
-from core.files import open_regular, read_config
+from core.files import open_regular
 from core.record import Lines, is_number
-from core.schema import ConfigError, declared, flatten, require, show, validate
+from core.rundir import read_settings
+from core.schema import declared, flatten, require, show, validate
 from model.options import GPTConfig
 from scripts.reporting.charts import Figure, Row, Series, curve_chart, head_chart, styles_of_names
 from scripts.reporting.figures import file_name
@@ -103,13 +103,7 @@ Progress = tuple[int, float | None, tuple[float, int] | None]  # iteration, seco
 def single_run(path: Path) -> RunFiles:
     """A run directory. Raises: ConfigError."""
     require(not (path / "plan.jsonl").is_file(), f"run={path} is a sweep's directory: write sweep_dir={path}")
-    try:
-        text = read_config(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"run={path} holds no run (its config.yaml cannot be read)") from error
-    content = parse_yaml(text, f"run={path} has a config.yaml that cannot be read")
-    require(isinstance(content, dict), f"run={path} has a config.yaml without settings")
-    config = stored_config(content)
+    config = stored_config(read_settings(path))
     validate(config)
     return RunFiles(path.parent, PlannedRun(path.name, [path.name], config.seed, None, [], config))
 
