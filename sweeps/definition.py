@@ -165,11 +165,6 @@ def sweep_name(text: str) -> str:
     return Path(text).name.removesuffix(".yaml")
 
 
-def sweep_tag(name: str) -> str:
-    """The tag of a sweep's runs at W&B, cut to its 64 characters."""
-    return f"sweep:{name}"[:64]
-
-
 def load_sweep(name: str, changes: Mapping[str, Any]) -> Definition:
     """The sweep of configs/sweep/`name`.yaml, or of the file `name`. changes: {"folds": [0], "grid.qk_norm.p": [2]}."""
     source, changes = read_definition(name), dict(changes)
