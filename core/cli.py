@@ -346,11 +346,8 @@ def hint(word: str, schema: type, after: str = "") -> str | None:
 def run_script(
     settings: type, program: Callable[..., int], doc: str | None, argv: list[str] | None = None, passes_on: bool = False
 ) -> int:
-    """Call program(settings) with the key=value arguments of the command line; --help prints `doc` and the settings.
-
-    passes_on: arguments with an unknown key are no error, but go to the program as a list, its second argument.
-    Returns the exit status: the program's, 2 for an argument that cannot be used, 1 where a file cannot be written.
-    """
+    """The exit status of program(settings), with the key=value arguments of the command line; --help prints `doc` and
+    the settings. passes_on: arguments with an unknown key are no error, but a list, the program's second argument."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         return guarded(lambda: print_help(doc, settings, [], {}))

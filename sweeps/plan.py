@@ -167,10 +167,8 @@ def temperature_note(sweep: Definition, configs: Mapping[str, Mapping[str, Any]]
 def unknown_points(
     sweep: Definition, points: Collection[str], left_out: Collection[str] | None = None
 ) -> Iterator[str]:
-    """A line for each comparison of which one side is no point of the sweep, nor of a part that was left out.
-
-    left_out: names of parts; None: those that `sweep` lacks, if it has any.
-    """
+    """A line for each comparison of which one side is no point of the sweep, nor of a part that was left out. left_out:
+    names of parts; None: those that `sweep` lacks, if it has any."""
 
     def is_left_out(point: str) -> bool:
         part = point.partition("/")[0]
