@@ -35,11 +35,9 @@ CONFIG_DIR = ROOT / "configs"
 
 
 def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> None:
-    """Run `program(settings)`, settings an instance of `schema` that Hydra composes from the command line.
-
-    Exits with the program's status. Whatever is wrong with the settings ends as one line on standard error and status
-    2. With -m it reads every combination of values, then runs each in turn, and exits with the highest status.
-    """
+    """Exit with the status of `program(settings)`; Hydra composes the settings, a `schema`, from the command line. What
+    is wrong with them ends as one line on standard error and status 2. With -m it reads every combination of values,
+    then runs each in turn, and exits with the highest status."""
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
         sys.exit(guarded(lambda: print_help(doc, schema, argv, presets(schema))))

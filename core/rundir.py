@@ -193,11 +193,9 @@ def look(request: RunRequest) -> bool:
 
 
 def open_run(request: RunRequest) -> RunDir:
-    """Create or reopen a run directory, and lock it. What is in an old one stays as it is until begin().
-
-    Raises: ConfigError, before anything is written, where the directory is not writable, somebody else's folder, in
-    use, or holds a run with another trajectory.
-    """
+    """Create or reopen a run directory, and lock it. What is in an old one stays as it is until begin(). Raises:
+    ConfigError, before anything is written, where the directory is not writable, somebody else's folder, in use, or
+    holds a run with another trajectory."""
     path = request.path
     with refusing_unusable(path):
         check_usable(request)

@@ -199,8 +199,7 @@ def select_parts(sweep: str, parts: dict[str, Any], value: Any) -> dict[str, Any
 
 
 def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The content of a sweep's YAML file, merged into that of the sweep it extends. extending: the chain of sweeps that
-    led here."""
+    """The content of a sweep's YAML file, merged into that of the sweep it extends. extending: the chain so far."""
     chain = (*extending, name)
     require(name not in extending, f"sweep={chain[0]} extends itself: {' -> '.join(chain)}")
     known = {path.stem: path for path in sorted((CONFIG_DIR / "sweep").glob("*.yaml"))}

@@ -249,8 +249,7 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun], hint: 
 def supervise(
     runs: list[PlannedRun], states: dict[str, State], launcher: Launcher, tries: int, fail_fast: bool, stop: StopSignal
 ) -> str | None:
-    """Keep workers alive while there are runs for them, and `states` up to date; then stop the workers. Returns why no
-    further worker can live, or None."""
+    """Keep workers alive while there are runs for them, and `states` up to date. Returns why none can live, or None."""
     sweep_dir = launcher.sweep_dir
     began, before = time.monotonic(), trained(runs, states, sweep_dir)
     while True:
