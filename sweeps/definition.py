@@ -14,17 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from core.cli import CONFIG_DIR, parse_yaml
-from core.schema import (
-    POSITIVE,
-    ConfigError,
-    Rule,
-    convert,
-    must_be_one_of,
-    options,
-    require,
-    settings_of,
-    show,
-)
+from core.schema import POSITIVE, ConfigError, Rule, convert, must_be_one_of, options, require, settings_of, show
 from data.corpora import read_text
 from training.config import TrainConfig
 from training.metrics import REDUCTIONS
