@@ -210,6 +210,18 @@ def errors_as_corrupt(path: Path) -> Iterator[None]:
         raise CorruptCheckpoint(f"{path}: does not hold what a run saves: {one_line(error)}") from error
 
 
+@contextlib.contextmanager
+def damage_as_corrupt(file: Path) -> Iterator[None]:
+    """Raise CorruptCheckpoint for an error that proves damage. Others (network disk, permissions, too many open files)
+    pass: taken for damage, they would lose a good checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DAMAGE:
+            raise
+        raise CorruptCheckpoint(f"{file}: {error.strerror}") from error
+
+
 def load(path: Path) -> Checkpoint:
     """The checkpoint in the directory `path`, every file of it verified. Raises: CorruptCheckpoint."""
     path = path.resolve()
@@ -222,24 +234,19 @@ def load(path: Path) -> Checkpoint:
                     tensors[match[1]] = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
             except SafetensorError as error:
                 raise CorruptCheckpoint(f"{path / name}: {error}") from error
-    try:
+    with damage_as_corrupt(path / STATE), errors_as_corrupt(path / STATE):
         state = parse_object(read_regular(path / STATE))
-    except (OSError, ValueError) as error:  # changed, and its manifest written anew
-        raise_unless_damage(error)
-        raise CorruptCheckpoint(f"{path / STATE}: {error}") from error
     return Checkpoint(path, step, tensors, state)
 
 
 def verify(path: Path) -> tuple[int, list[str]]:
     """Step and file names of an unchanged checkpoint; other files in its directory are ignored."""
-    try:
+    with damage_as_corrupt(path / MANIFEST):
         raw = read_regular(path / MANIFEST)
+    try:
         manifest = parse_object(raw)
         version, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
         intact = render(version, step, files).encode() == raw
-    except OSError as error:
-        raise_unless_damage(error)
-        raise CorruptCheckpoint(f"{path / MANIFEST}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
@@ -251,21 +258,11 @@ def verify(path: Path) -> tuple[int, list[str]]:
     if STEP_DIR.fullmatch(path.name) and number(path) != step:
         raise CorruptCheckpoint(f"{path}: holds step {step}")
     for name, expected in files.items():
-        try:
+        with damage_as_corrupt(path / name):
             actual = measure(path / name)
-        except OSError as error:
-            raise_unless_damage(error)
-            raise CorruptCheckpoint(f"{path / name}: {error.strerror}") from error
         if actual != expected:
             raise CorruptCheckpoint(f"{path / name}: checksum is wrong")
     return step, list(files)
-
-
-def raise_unless_damage(error: Exception) -> None:
-    """Raise an error that does not prove damage (network disk, permissions, too many open files). Taken for damage, it
-    would lose a good checkpoint."""
-    if isinstance(error, OSError) and error.errno not in DAMAGE:
-        raise error
 
 
 def number(path: Path) -> int:

@@ -35,11 +35,9 @@ CONFIG_DIR = ROOT / "configs"
 
 
 def run_app(schema: type, program: Callable[[Any], int], doc: str | None) -> None:
-    """Run `program(settings)`, settings an instance of `schema` that Hydra composes from the command line.
-
-    Exits with the program's status. Whatever is wrong with the settings ends as one line on standard error and status
-    2. With -m it reads every combination of values, then runs each in turn, and exits with the highest status.
-    """
+    """Exit with the status of `program(settings)`; Hydra composes the settings, a `schema`, from the command line. What
+    is wrong with them ends as one line on standard error and status 2. With -m it reads every combination of values,
+    then runs each in turn, and exits with the highest status."""
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
         sys.exit(guarded(lambda: print_help(doc, schema, argv, presets(schema))))
@@ -346,11 +344,8 @@ def hint(word: str, schema: type, after: str = "") -> str | None:
 def run_script(
     settings: type, program: Callable[..., int], doc: str | None, argv: list[str] | None = None, passes_on: bool = False
 ) -> int:
-    """Call program(settings) with the key=value arguments of the command line; --help prints `doc` and the settings.
-
-    passes_on: arguments with an unknown key are no error, but go to the program as a list, its second argument.
-    Returns the exit status: the program's, 2 for an argument that cannot be used, 1 where a file cannot be written.
-    """
+    """The exit status of program(settings), with the key=value arguments of the command line; --help prints `doc` and
+    the settings. passes_on: arguments with an unknown key are no error, but a list, the program's second argument."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         return guarded(lambda: print_help(doc, settings, [], {}))

@@ -103,8 +103,7 @@ def seed_generator(seed: int, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def settings_restored() -> Iterator[None]:
-    """What a run sets in PyTorch for the whole process is as before afterwards: threads, determinism, the precision of
-    matmuls, the CPU's random numbers."""
+    """Restore what a run sets in PyTorch: threads, determinism, the precision of matmuls, the CPU's random numbers."""
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     precision = torch.get_float32_matmul_precision()
     with torch.random.fork_rng(devices=[]):

@@ -87,11 +87,8 @@ def file_sha256(path: Path, limit: float = LINES_BYTES, within: Path = ANYWHERE)
 
 
 def cache_folder() -> Path:
-    """The folder of downloads, tokens and compiled kernels: $XDG_CACHE_HOME/nanoqk, by default ~/.cache/nanoqk.
-
-    A user without a home folder, as in some containers, gets one in the temporary folder. It may be read-only:
-    callers must handle OSError.
-    """
+    """The folder of downloads, tokens and compiled kernels: $XDG_CACHE_HOME/nanoqk, by default ~/.cache/nanoqk; without
+    a home, as in some containers, in the temporary folder. It may be read-only: callers must handle OSError."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "nanoqk"
     home = os.path.expanduser("~")
@@ -131,11 +128,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def load_yaml(text: str, exponents: bool = False) -> Any:
-    """Parse YAML. exponents: 1e-3 is a number, as it is to Hydra; PyYAML alone takes it for text.
-
-    Raises: yaml.YAMLError, also for a long integer, for more than 200 levels, for an alias of something that holds an
-    alias, since a few lines of them can expand beyond memory, and for more than 100 aliases.
-    """
+    """Parse YAML. exponents: 1e-3 is a number, as it is to Hydra; PyYAML alone takes it for text. Raises: YAMLError,
+    also for long integers, deep nesting, many aliases, and aliases of aliases: a few lines can expand beyond memory."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -189,10 +183,8 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file so that a crash leaves the old or the new content, never a part of it.
-
-    The folder must exist. Of two processes that write it at a time the last one counts.
-    """
+    """Replace a file so that a crash leaves the old or the new content, never a part of it. The folder must exist. Of
+    two processes that write it at a time the last one counts."""
     temporary = path.with_name(f"{path.name}.{threading.get_native_id()}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # it may be a stranger's link to another file

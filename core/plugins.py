@@ -42,11 +42,8 @@ class Slot(dict[str, Any]):
 
 
 def register(options: Any, made: type | None = None) -> None:
-    """Add a variant to the slot of its options. The default of `name` in `options` is what qk_norm=, optim=, ... take.
-
-    made: the class that is built from them. Raises: ConfigError for another slot's class, and for a name that is taken
-    or no lower-case word.
-    """
+    """Add options, and the class `made` that is built from them, to their slot. The default of `name` is what qk_norm=
+    and so on take. Raises: ConfigError for another slot's class, and for a name that is taken or not lower-case."""
     name = add_options(options.slot.options if hasattr(options, "slot") else {}, options)
     if options.slot.base:
         module, base = options.slot.base.split(":")

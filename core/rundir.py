@@ -118,10 +118,8 @@ class RunDir:
         self.status("running", iter=step)
 
     def restore_best(self, step: int | None) -> None:
-        """Point ckpt/best at the checkpoint of `step` if it exists.
-
-        After a resume from an earlier checkpoint, it may still point at one of an evaluation that is now repeated.
-        """
+        """Point ckpt/best at the checkpoint of `step` if it exists. After a resume from an earlier one, it may still
+        point at that of an evaluation that is now repeated."""
         from core import checkpoint
 
         if step is not None:
@@ -129,10 +127,8 @@ class RunDir:
                 checkpoint.link(self.path / "ckpt", "best", step)
 
     def finish(self, summary: dict[str, Any] | None = None) -> None:
-        """Write summary.json and end W&B's run: as failed unless summary["status"] is "done".
-
-        No summary: the run will be resumed. No summary.json is written, and W&B's run counts as killed.
-        """
+        """Write summary.json and end W&B's run: as failed unless summary["status"] is "done". Without a summary the run
+        will be resumed: no summary.json is written, and W&B's run counts as killed."""
         self.record.sync()
         if summary is not None:
             content = finite(summary) | {"records": self.record.hashes()}  # a NaN is null in it
@@ -187,10 +183,8 @@ class ReadOnlyRunDir(RunDir):
 
 
 def look(request: RunRequest) -> bool:
-    """Whether the directory holds a run at whose end nothing is left to train. Writes nothing.
-
-    Raises: ConfigError where open_run() would, as far as one can tell without the lock.
-    """
+    """Whether the directory holds a run at whose end nothing is left to train. Writes nothing. Raises: ConfigError
+    where open_run() would, as far as one can tell without the lock."""
     with refusing_unusable(request.path):
         check_usable(request)
         if is_open(request.path):
@@ -199,11 +193,9 @@ def look(request: RunRequest) -> bool:
 
 
 def open_run(request: RunRequest) -> RunDir:
-    """Create or reopen a run directory, and lock it. What is in an old one stays as it is until begin().
-
-    Raises: ConfigError, before anything is written, where the directory is not writable, somebody else's folder, in
-    use, or holds a run with another trajectory.
-    """
+    """Create or reopen a run directory, and lock it. What is in an old one stays as it is until begin(). Raises:
+    ConfigError, before anything is written, where the directory is not writable, somebody else's folder, in use, or
+    holds a run with another trajectory."""
     path = request.path
     with refusing_unusable(path):
         check_usable(request)

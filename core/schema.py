@@ -194,8 +194,7 @@ def settings_of(cls: type[T], source: Mapping[str, Any], prefix: str = "") -> T:
 
 def build(cls: type, source: Any, prefix: str = "", reads: bool = False) -> Any:
     """An instance of the settings class `cls` from a mapping, with exact types and no unknown key; rules are not
-    checked. reads: for a program that only reads, nothing is imported, and an unknown variant of a slot is as it was
-    stored."""
+    checked. reads: nothing is imported, and an unknown variant of a slot is as it was stored."""
     name = prefix.rstrip(".") or "the config"
     known = declared(cls)
     if not isinstance(source, Mapping):

@@ -69,7 +69,7 @@ def follow(run_dir: Path, mode: str) -> None:
     try:
         # p=inf: W&B's JSON has no infinity
         job = json.loads(read_regular(run_dir / "wandb" / "job.json"), parse_constant=str)
-        job = {"evaluation": None, "layers": None, **job}  # which an older run lacks
+        job = {"evaluation": None, "layers": None, "artifacts": False, "diff": "", **job}  # it may lack any of them
         job["linger"] = 0 if mode == "send" else LINGER_UPLOAD if job["artifacts"] else LINGER  # 0: without limit
         threading.Thread(target=wait_for_end, args=(ended, job["linger"]), daemon=True).start()
         with FileLock(run_dir / "wandb" / "lock"):  # the process of a trainer that was killed may still send

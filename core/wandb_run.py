@@ -38,8 +38,7 @@ class WandbRun:
     """
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any], log: Callable[[str], None]) -> None:
-        job = {"init_timeout": INIT_TIMEOUT, "argv": sys.argv, "pid": os.getpid()}
-        job |= {"evaluation": None, "layers": None, "artifacts": False, "diff": "", **settings}
+        job = {"init_timeout": INIT_TIMEOUT, "argv": sys.argv, "pid": os.getpid(), **settings}
         if os.environ.get("WANDB_SWEEP_ID"):  # under `wandb agent` W&B ignores ours: so recordings carry this id
             agents = {key: os.environ[name] for key, name in CHOSEN_BY_AGENT.items() if name in os.environ}
             job["init"] = {**settings["init"], **agents}
@@ -81,9 +80,7 @@ class WandbRun:
 
 def wandb_options(settings: Any) -> Any:
     """W&B's settings with the mode that is meant, and its own environment variables where they are at their default.
-
-    Raises: ConfigError where W&B would refuse a variable.
-    """
+    Raises: ConfigError where W&B would refuse a variable."""
     mode, found = wandb_mode(settings.mode), {}
     for key, name in VARIABLES.items():
         setting, text = declared(type(settings))[key], os.environ.get(name)
@@ -95,10 +92,8 @@ def wandb_options(settings: Any) -> Any:
 
 
 def wandb_mode(mode: str) -> str:
-    """auto: $WANDB_MODE; without it online with an API key, offline without. Never a prompt.
-
-    Raises: ConfigError where $WANDB_MODE is another word, which W&B refuses whatever the mode.
-    """
+    """auto: $WANDB_MODE; without it online with an API key, offline without. Never a prompt. Raises: ConfigError where
+    $WANDB_MODE is another word, which W&B refuses whatever the mode."""
     word = os.environ.get("WANDB_MODE")
     known = mode == "disabled" or word is None or word in WANDB_MODES
     require(known, f"WANDB_MODE={word} {must_be_one_of(str(word), WANDB_MODES, 'WANDB_MODE=')}")

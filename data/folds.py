@@ -16,11 +16,9 @@ class Split:
 
 
 def split(n_tokens: int, folds: int, fold: int | None, window: int | None = None) -> Split:
-    """Hold out fold `fold` of `folds`, or the last 10 % as nanoGPT does if `fold` is None.
-
-    A fold is one contiguous block. With `window` the text is cut into windows of that many tokens instead, and each
-    fold gets a random part of them, the same for every run.
-    """
+    """Hold out fold `fold` of `folds`, or the last 10 % as nanoGPT does if `fold` is None. A fold is one contiguous
+    block. With `window` the text is cut into windows of that many tokens instead, and each fold gets a random part of
+    them, the same for every run."""
     if window is not None:
         assert fold is not None
         held_out = shuffled_fold(n_tokens, folds, fold, window)

@@ -63,10 +63,8 @@ def folder_tokenizer(folder: Path) -> Tokenizer | None:
     without one. Raises: ConfigError for another."""
     pair, content = folder / "merges.txt", read_json(folder / "tokenizer.json", ANYWHERE)
     model = {"vocab": read_json(folder / "vocab.json", ANYWHERE)} if pair.is_file() else content.get("model", {})
-    vocab, told = (
-        model.get("vocab"),
-        f"{folder} has a tokenizer that is neither GPT-2's nor one of scripts/export_hf.py",
-    )
+    vocab = model.get("vocab")
+    told = f"{folder} has a tokenizer that is neither GPT-2's nor one of scripts/export_hf.py"
     if not vocab:
         return None
     try:

@@ -90,10 +90,8 @@ def read_meta(file: Path, name: str) -> CharTokenizer:
 
 
 def open_bins(config: BinOptions, known: Tokenizer | None) -> tuple[str, Tokenizer, list[np.ndarray]]:
-    """SHA-256 of both files, the tokenizer, and the tokens of each, memory-mapped.
-
-    The tokens are meta.pkl's characters; without it the `known` ones, or GPT-2's. Raises: ConfigError.
-    """
+    """SHA-256 of both files, the tokenizer, and the tokens of each, memory-mapped. The tokens are those of meta.pkl;
+    without it the `known` ones, or GPT-2's. Raises: ConfigError."""
     folder, digest = expand(config.path), hashlib.sha256()
     arrays: list[np.ndarray] = []
     if os.path.lexists(folder / "meta.pkl"):

@@ -41,15 +41,7 @@ from core.schema import ConfigError, differences, one_line, require, show
 from data.corpora import decoded, probe_hub, read_bytes
 from data.options import PrepareFineWebConfig
 from data.shards import FORMAT, INDEX, PROGRESS, SPLITS, TOKENIZER, parse_index, read_tokenizer
-from data.tokenizer import (
-    BPETokenizer,
-    GPT2Tokenizer,
-    Tokenizer,
-    fetch_gpt2,
-    learn_bpe,
-    token_dtype,
-    tokenizer_sha256,
-)
+from data.tokenizer import BPETokenizer, GPT2Tokenizer, Tokenizer, fetch_gpt2, learn_bpe, token_dtype, tokenizer_sha256
 
 SAVE_SECONDS = 5.0
 PRINT_SECONDS = 30.0  # between two states of the progress bar in a log

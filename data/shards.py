@@ -81,20 +81,16 @@ def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
         found = "absent" if size is None else f"{size} bytes long"
         require(size == expected, f"{file} is {found}, its index says {expected} bytes: {CHANGED}")
         arrays.append(np.memmap(file, dtype=dtype, mode="r"))
-        verify_shard(file, arrays[-1], shard["sha256"], index["vocab_size"], again=config.verify)
+        sha256, highest = measured(file, arrays[-1], again=config.verify)
+        require(sha256 == shard["sha256"], f"{file} has another SHA-256: {CHANGED}")
+        vocab_size = index["vocab_size"]
+        require(highest < vocab_size, f"{file} holds token {highest}, its tokenizer has {vocab_size}")
     for split in SPLITS:
         require(index[split]["tokens"] >= 2, f"{folder} holds {index[split]['tokens']} tokens of {split}, too few")
     tokenizer = read_tokenizer(folder / TOKENIZER)
     named = tokenizer_sha256(tokenizer) == index["tokenizer_sha256"]
     require(named, f"{folder / TOKENIZER} is not the one that {INDEX} names")
     return hashlib.sha256(raw).hexdigest(), tokenizer, Shards(arrays), index["train"]["tokens"]
-
-
-def verify_shard(file: Path, tokens: np.ndarray, sha256: str, vocab_size: int, again: bool) -> None:
-    """Raise ConfigError for a file whose content is not what its index says."""
-    found, highest = measured(file, tokens, again)
-    require(found == sha256, f"{file} has another SHA-256: {CHANGED}")
-    require(highest < vocab_size, f"{file} holds token {highest}, its tokenizer has {vocab_size}")
 
 
 def measured(file: Path, tokens: np.ndarray, again: bool) -> tuple[str, int]:

@@ -14,14 +14,7 @@ from core.schema import require
 from data.corpora import creating, load_text, read_text, write_cache
 from data.folds import Ranges, Split, leak_split, split
 from data.nanogpt import open_bins
-from data.options import (
-    BinOptions,
-    CorpusOptions,
-    FineWebOptions,
-    FoldedTextOptions,
-    RandomOptions,
-    TextFileOptions,
-)
+from data.options import BinOptions, CorpusOptions, FineWebOptions, FoldedTextOptions, RandomOptions, TextFileOptions
 from data.shards import Shards, Tokens, open_shards
 from data.tokenizer import (
     PRE_TOKENS,

@@ -14,17 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from core.cli import CONFIG_DIR, parse_yaml
-from core.schema import (
-    POSITIVE,
-    ConfigError,
-    Rule,
-    convert,
-    must_be_one_of,
-    options,
-    require,
-    settings_of,
-    show,
-)
+from core.schema import POSITIVE, ConfigError, Rule, convert, must_be_one_of, options, require, settings_of, show
 from data.corpora import read_text
 from training.config import TrainConfig
 from training.metrics import REDUCTIONS
@@ -165,11 +155,6 @@ def sweep_name(text: str) -> str:
     return Path(text).name.removesuffix(".yaml")
 
 
-def sweep_tag(name: str) -> str:
-    """The tag of a sweep's runs at W&B, cut to its 64 characters."""
-    return f"sweep:{name}"[:64]
-
-
 def load_sweep(name: str, changes: Mapping[str, Any]) -> Definition:
     """The sweep of configs/sweep/`name`.yaml, or of the file `name`. changes: {"folds": [0], "grid.qk_norm.p": [2]}."""
     source, changes = read_definition(name), dict(changes)
@@ -204,8 +189,7 @@ def select_parts(sweep: str, parts: dict[str, Any], value: Any) -> dict[str, Any
 
 
 def read_definition(name: str, extending: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The content of a sweep's YAML file, merged into that of the sweep it extends. extending: the chain of sweeps that
-    led here."""
+    """The content of a sweep's YAML file, merged into that of the sweep it extends. extending: the chain so far."""
     chain = (*extending, name)
     require(name not in extending, f"sweep={chain[0]} extends itself: {' -> '.join(chain)}")
     known = {path.stem: path for path in sorted((CONFIG_DIR / "sweep").glob("*.yaml"))}

@@ -7,7 +7,6 @@ sweep.parts=[NAME] sweep.grid.qk_norm.p=[2,3]
 """
 
 import csv
-import io
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from typing import Annotated
 from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
-from core.files import expand, file_sha256, is_leftover, program, read_json, read_regular
+from core.files import expand, file_sha256, is_leftover, program, read_json
 from core.plugins import changed_plugins, remember
 from core.process import StopSignal, say
 from core.record import is_number
@@ -34,7 +33,7 @@ from sweeps.claims import Launch
 from sweeps.definition import Definition, load_sweep, read_definition, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
 from sweeps.plan import PlannedRun, freeze, merge_plans, plan_runs, read_plan, temperature_note, unknown_points
-from sweeps.status import FINAL, State, SweepPlace, failures, finished_in, progress, state_of, tally
+from sweeps.status import FINAL, State, SweepPlace, failures, finished_in, progress, state_of, stored_rows, tally
 from training.config import TrainConfig
 
 POLL = 0.5  # seconds between two looks at the runs
@@ -136,8 +135,7 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
         about = read_json(expand(folder) / "provenance.json")
         common, sha256 = about.get("config", {}), about.get("sha256", {}).get("runs.csv")
         require(file_sha256(expand(folder) / "runs.csv") == sha256, "it was changed")
-        text = read_regular(expand(folder) / "runs.csv").decode()
-        rows = {row["id"]: {**common, **row} for row in csv.DictReader(io.StringIO(text, newline=""))}
+        rows = {row["id"]: {**common, **row} for row in stored_rows(expand(folder))}
         stored = {run_id: State(row["status"], int(row["iter"] or 0)) for run_id, row in rows.items()}
         enough = {run.id for run in runs if run.id in stored and stored[run.id].ended_as_one_of(run.config.max_iters)}
     except (OSError, LookupError, ValueError, TypeError, AttributeError, csv.Error) as error:
@@ -251,8 +249,7 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun], hint: 
 def supervise(
     runs: list[PlannedRun], states: dict[str, State], launcher: Launcher, tries: int, fail_fast: bool, stop: StopSignal
 ) -> str | None:
-    """Keep workers alive while there are runs for them, and `states` up to date; then stop the workers. Returns why no
-    further worker can live, or None."""
+    """Keep workers alive while there are runs for them, and `states` up to date. Returns why none can live, or None."""
     sweep_dir = launcher.sweep_dir
     began, before = time.monotonic(), trained(runs, states, sweep_dir)
     while True:

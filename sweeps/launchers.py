@@ -170,10 +170,7 @@ class Local:
 
 class MpsDaemon:
     """NVIDIA's MPS, by which processes compute on the GPUs at the same time. It ends once this process and those that
-    were started with `environment` have ended. No setting of a GPU is changed.
-
-    failure(): why there is none any more.
-    """
+    were started with `environment` have ended. No setting of a GPU is changed."""
 
     def __init__(self, gpus: list[str], logs: Path) -> None:
         self.logs = logs
@@ -201,6 +198,7 @@ class MpsDaemon:
         return False
 
     def failure(self) -> str | None:
+        """Why there is none any more, or None."""
         status = self.process.poll()
         return None if status is None else f"launcher.mps=true: {MPS} ended with status {status}: see {self.logs}"
 

@@ -167,10 +167,8 @@ def temperature_note(sweep: Definition, configs: Mapping[str, Mapping[str, Any]]
 def unknown_points(
     sweep: Definition, points: Collection[str], left_out: Collection[str] | None = None
 ) -> Iterator[str]:
-    """A line for each comparison of which one side is no point of the sweep, nor of a part that was left out.
-
-    left_out: names of parts; None: those that `sweep` lacks, if it has any.
-    """
+    """A line for each comparison of which one side is no point of the sweep, nor of a part that was left out. left_out:
+    names of parts; None: those that `sweep` lacks, if it has any."""
 
     def is_left_out(point: str) -> bool:
         part = point.partition("/")[0]
@@ -244,8 +242,7 @@ def freeze(
 
 
 def frozen_definition(old: dict[str, Any], sweep: Definition, grows: bool) -> dict[str, Any]:
-    """The definition for sweep.json. A plan that grows unites the old and the new one; else the old one stays, with the
-    new report keys."""
+    """The definition for sweep.json: a plan that grows unites both; else the old one gets the new report keys."""
     new: dict[str, Any] = json.loads(json.dumps(asdict(sweep)))  # as the file has it: lists for tuples
     if grows:
         parts = {name: united(old.get("parts", {}).get(name, {}), part) for name, part in new["parts"].items()}
@@ -293,8 +290,7 @@ def to_line(run: PlannedRun) -> str:
 
 
 def read_plan(sweep_dir: Path) -> list[PlannedRun]:
-    """The frozen runs, whose configs are read alone: no plugin is imported. Raises: ConfigError where there is no plan,
-    or it cannot be read."""
+    """The frozen runs; no plugin is imported. Raises: ConfigError where there is no plan, or it cannot be read."""
     try:
         lines = read_regular(sweep_dir / "plan.jsonl").splitlines()
     except OSError as error:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from core.process import EXIT_DIVERGED, TORCHRUN, end_with_parent, guarded
 from core.rundir import read_status
@@ -34,9 +33,13 @@ def train_on_ranks(config: TrainConfig, launch: Launch) -> int:
     """train.run(config) in launch.ranks processes. Returns 0 done, 3 diverged, 1 failed, 128 + n stopped by signal n:
     by status.json, since torchrun's own exit status does not tell how the run ended."""
     arguments = ["--standalone", f"--nproc_per_node={launch.ranks}"]
-    arguments += ["--signals-to-handle=SIGINT"] * launch.slurm
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(PATIENCE)}
+    if launch.slurm:
+        arguments.append("--signals-to-handle=SIGINT")
+        environment[ON_SLURM] = "1"
+    command = [sys.executable, RANKS, "launch", json.dumps(arguments), json.dumps(asdict(config))]
     before = read_status(config.run_dir)
-    with torchrun(arguments, asdict(config), launch.slurm) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
         try:
             process.wait()
         except SystemExit:  # SIGTERM
@@ -49,19 +52,9 @@ def train_on_ranks(config: TrainConfig, launch: Launch) -> int:
     return {"done": 0, "diverged": EXIT_DIVERGED}.get(str(status.get("state")), 1)
 
 
-def torchrun(arguments: list[str], config: dict[str, Any], on_slurm: bool) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(PATIENCE)}
-    environment |= {ON_SLURM: "1"} if on_slurm else {}
-    command = [sys.executable, RANKS, "launch", json.dumps(arguments), json.dumps(config)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-
-
 def stop_once(*numbers: int) -> set[int]:
-    """Handle these signals: the first stops the run, which saves; later ones are only recorded. Returns the set of
-    those received so far.
-
-    The run may have no handler of SIGTERM yet, as while torch is imported: a timer looks for it every second.
-    """
+    """Handle these signals: the first stops the run, which saves. Returns the set of those that have come, which grows.
+    The run may have no handler of SIGTERM yet, as while torch is imported: a timer looks for it every second."""
     received: set[int] = set()
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -89,11 +82,8 @@ def input_ends() -> None:
 
 
 def launch_ranks(arguments: str, config: str) -> int:
-    """torchrun, which stops with the worker that started it.
-
-    SLURM signals every process of a task. torchrun would pass that on, and a rank that is told twice ends at once; so
-    it ignores what SLURM sends. SLURM ends the task where a process of it dies.
-    """
+    """torchrun, which stops with the worker that started it. It ignores what SLURM sends to every process of a task: it
+    would pass that on, and a rank that is told twice ends at once. SLURM ends the task where a process of it dies."""
     if ON_SLURM in os.environ:
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)

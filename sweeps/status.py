@@ -77,10 +77,18 @@ def bar(shares: Sequence[float], width: int = 20) -> str:
     return f"[{'#' * int(width * share):.<{width}}] {int(100 * share + 1e-9):3d} %"
 
 
+def stored_rows(report: Path) -> list[dict[str, str]]:
+    """The rows of a report's runs.csv. Raises: OSError, csv.Error, and ValueError where a row has not as many values as
+    the first line has names."""
+    rows = [*csv.DictReader(io.StringIO(read_regular(report / "runs.csv").decode(), newline=""))]
+    if bad := next((n for n, row in enumerate(rows, 2) if None in {*row, *row.values()}), None):
+        raise ValueError(f"line {bad} has too many or too few values")
+    return rows
+
+
 def finished_in(report: Path) -> set[str]:
-    """The ids of the runs at their end that a stored report has. Raises: OSError, ValueError, KeyError, csv.Error."""
-    rows = csv.DictReader(io.StringIO(read_regular(report / "runs.csv").decode(), newline=""))
-    return {row["id"] for row in rows if row["status"] in FINAL}
+    """The ids of the runs at their end that a stored report has. Raises: as stored_rows(), and KeyError."""
+    return {row["id"] for row in stored_rows(report) if row["status"] in FINAL}
 
 
 def tally(states: Iterable[State]) -> str:

@@ -22,7 +22,7 @@ from core.process import end_with_parent, guarded, say
 from core.rundir import at_end, is_open
 from core.schema import ConfigError, build, one_line
 from sweeps.claims import Launch, claimed, write_claim
-from sweeps.definition import part_and_name, sweep_tag
+from sweeps.definition import part_and_name
 from sweeps.plan import PlannedRun, read_about, read_plan
 from sweeps.ranks import input_ends, train_on_ranks
 from training.config import TrainConfig
@@ -103,9 +103,10 @@ def config_in_sweep(run: PlannedRun, sweep_dir: Path) -> TrainConfig:
     about = read_about(sweep_dir)
     name = about.get("name", sweep_dir.name)
     parts = [part_and_name(point, about.get("sweep", {}).get("parts", {}))[0] for point in run.points]
-    parts = [f"part:{part}"[:64] for part in dict.fromkeys(parts) if part]
+    added = [f"sweep:{name}", *(f"part:{part}" for part in dict.fromkeys(parts) if part)]
+    tags = (*wandb.tags, *(tag[:64] for tag in added))  # W&B's limit
+    group = wandb.group or f"{name}: {run.points[0]}"[:128]
     media = "off" if wandb.media == "auto" else wandb.media
-    tags, group = (*wandb.tags, sweep_tag(name), *parts), wandb.group or f"{name}: {run.points[0]}"[:128]
     wandb = replace(wandb, name=wandb.name or run.id, group=group, tags=tags, media=media)
     return replace(run.config, out_dir=str(sweep_dir / run.id), dry_run=False, wandb=wandb)
 

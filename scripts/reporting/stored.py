@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.files import file_sha256, parse_object, read_json, read_regular, unpacked
+from core.files import file_sha256, parse_object, read_json, unpacked
 from core.record import is_number
 from core.rundir import TEXTS, mistyped
 from core.schema import ConfigError, require, show
 from scripts.reporting.runs import NUMBER_KINDS, NUMBERS, Curve, Run, Sweep
 from sweeps.definition import check_sweep
-from sweeps.status import FINAL, State
+from sweeps.status import FINAL, State, stored_rows
 
 PLUGINS = "plugins_sha256"  # the column of a summary's `plugins`, where some run has any
 CONFIG_KINDS = {
@@ -86,7 +86,7 @@ def read_stored(folder: Path, name: str) -> Sweep:
         for file in ("runs.csv", "curves.csv.gz"):  # the second counts the lines of the first
             require(file_sha256(folder / file) == about["sha256"].get(file), f"{file} was changed")
         curves = read_curves(folder / "curves.csv.gz")
-        for n, row in enumerate(rows_of(read_regular(folder / "runs.csv"))):
+        for n, row in enumerate(stored_rows(folder)):
             run = read_row(row, measured, about["config"], curves.get(n, {}))
             found = {metric.column: run.summary.get(metric.column) for metric in sweep.metrics}
             bad = [f"{key}={show(value)}" for key, value in found.items() if not (value is None or is_number(value))]
@@ -141,14 +141,6 @@ def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
         require(len(step) < 16, f"{file.name} has the iteration {step[:20]}")
         found.setdefault(int(run), {}).setdefault(metric, {})[int(step)] = float(value)
     return found
-
-
-def rows_of(content: bytes) -> list[dict[str, str]]:
-    """Of a CSV file. Raises: ValueError where one has not as many values as the first line has names."""
-    rows = [*csv.DictReader(io.StringIO(content.decode(), newline=""))]
-    if bad := next((n for n, row in enumerate(rows, 2) if None in {*row, *row.values()}), None):
-        raise ValueError(f"line {bad} has too many or too few values")
-    return rows
 
 
 def joined(stored: Sweep, sweep: Sweep) -> Sweep:
