@@ -96,10 +96,8 @@ def token_nats(model: GPT, tokens: np.ndarray, window: int) -> np.ndarray:
 
 
 def compare(text: str, a: Side, b: Side, *, name: str = "the text") -> Spans:
-    """The nats of both over the same pieces of the text; the piece with a side's first token is not predicted.
-
-    Raises: ConfigError about `name` where there is one piece.
-    """
+    """The nats of both over the same pieces of the text; the piece with a side's first token is not predicted. Raises:
+    ConfigError about `name` where there is one piece."""
     pieces = [[side.loaded.tokenizer.pieces[token] for token in side.tokens] for side in (a, b)]
     ends = [np.cumsum([len(x) for x in parts]) for parts in (*pieces, [c.encode() for c in text])]  # in bytes
     both = functools.reduce(np.intersect1d, ends)  # where tokens of both and a character end

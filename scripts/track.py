@@ -427,10 +427,8 @@ def verified(path: Path, folder: Path) -> Entry:
 
 
 def repeated(path: Path, row: Entry, asked: TrackOptions, sweep: Definition) -> str:
-    """Plan an entry's runs again with the stored copy of its code; train two final ones, and those of BASELINE.
-
-    Returns what there is to say. Raises: ConfigError where they are other runs, or their mean is not within 3 σ.
-    """
+    """Plan an entry's runs again with the stored copy of its code; train two final ones, and those of BASELINE. Returns
+    what there is to say. Raises: ConfigError where they are other runs, or their mean is not within 3 σ."""
     (grid, final), (rate, sigma) = track.stored(path), opened(asked.board)
     entry, known = read_contestant(path / "entry.yaml", None), {one.id: one for one in (*grid.runs, *final.runs)}
     exact = all(run.config.get("dtype") == "float32" for run in known.values())

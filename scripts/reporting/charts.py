@@ -47,10 +47,8 @@ class Style:
 
 @dataclass(frozen=True)
 class Series:
-    """The runs of one setting. `curves` are those of runs that are done; only these set the mean and the axes.
-
-    running: of runs that are not done, on a live page. estimates: iteration -> what to draw in place of the mean.
-    """
+    """The runs of one setting. Only `curves`, those of runs that are done, set the mean and the axes. running: of runs
+    that are not done, on a live page. estimates: iteration -> what to draw in place of the mean."""
 
     name: str
     style: Style
@@ -84,12 +82,9 @@ class Figure:
 
 
 def styles(parts: Mapping[str, Mapping[str, str]]) -> dict[str, Style]:
-    """A style for each setting of parts = {part: {setting: its name in the part}}.
-
-    Names that differ in one number have ordered colours (viridis), the same for a number in every part; others have
-    the colours of Okabe and Ito. Names of two words, as "rms,n_kv_head=4", have a colour for the first word, and dashes
-    and a symbol for the second.
-    """
+    """A style for each setting of parts = {part: {setting: its name in the part}}. Names that differ in one number have
+    ordered colours (viridis), the same for a number in every part; others have the colours of Okabe and Ito. Names of
+    two words, as "rms,n_kv_head=4", have a colour for the first word, and dashes and a symbol for the second."""
     found = {}
     everywhere = [word for names in parts.values() for name in names.values() for word in name.split(",")]
     for names in parts.values():
@@ -365,12 +360,9 @@ def lines(base: Spec, series: Sequence[Series], *transform: Spec) -> list[Spec]:
 
 def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
     """The y axis of a metric: logarithmic where it spans more than a factor of 50, but never for the validation loss,
-    nor around a line at zero.
-
-    Its range is that of the means; around a line at zero also that of the intervals of more than three values. That of
-    a loss is of what comes after a tenth of the run, of one that goes on once there are FEW_LATE values: it falls from
-    ln V at first.
-    """
+    nor around a line at zero. Its range is that of the means; around a line at zero also that of the intervals of more
+    than three values. That of a loss is of what comes after a tenth of the run, since it falls from ln V at first;
+    while a run goes on, once there are FEW_LATE such values."""
     drawn = [point.mean for s in series for point in s.mean.values()]
     drawn += [value for s in series for curve in s.unfinished for value in curve.values()]
     drawn = [value for value in drawn if math.isfinite(value)]
@@ -423,10 +415,8 @@ def remarks(series: Sequence[Series], key: str) -> str:
 
 
 def final_chart(rows: list[Row], names: Iterable[str], title: str) -> Spec:
-    """Final losses over doublings of x: a line for each of `names`, with a bar at each value.
-
-    rows: setting, x, value, low, high, n, and ringed where the value has a ring. title: of the x axis.
-    """
+    """Final losses over doublings of x: a line for each of `names`, with a bar at each value. rows: setting, x, value,
+    low, high, n, and ringed where the value has a ring. title: of the x axis."""
     series = [Series(name, style, {}) for name, style in styles_of_names(names).items()]
     ticks = sorted({row["x"] for row in rows})
     axis = {"values": ticks, "labelExpr": "format(datum.value, '~g')", "labelOverlap": True}

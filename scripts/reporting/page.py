@@ -219,9 +219,7 @@ def require_open_files() -> None:
 
 def page(content: Content, live: bool = False) -> str:
     """report.html: one page that needs no other file and no network. Its charts and Vega's runtime are compressed.
-
-    live: it asks for data.json, which has Content.shown(), every few seconds.
-    """
+    live: it asks for data.json, which has Content.shown(), every few seconds."""
     require_open_files()
     runtime = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]  # its stub asks for more
     shown = content.shown()
