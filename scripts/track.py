@@ -53,19 +53,7 @@ from scripts.reporting.page import with_block
 from scripts.reporting.rates import best_rate
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.stored import curves_csv, runs_csv
-from scripts.reporting.track import (
-    BASELINE,
-    ENTRY,
-    FINAL,
-    LOSS_KEY,
-    NAME,
-    ONE_LINE,
-    PLAIN,
-    ROWS,
-    SLOTS,
-    TIMES,
-    Entry,
-)
+from scripts.reporting.track import BASELINE, ENTRY, FINAL, LOSS_KEY, NAME, ONE_LINE, PLAIN, ROWS, SLOTS, TIMES, Entry
 from sweeps import launch
 from sweeps.definition import OVERRIDES, Definition, check_sweep, load_sweep, sweep_name
 from sweeps.plan import key_of, plan_runs
