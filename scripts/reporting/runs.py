@@ -270,14 +270,9 @@ def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str
     missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
     require(not missing, f"summary.json has no {', '.join(missing)}")
     summary |= evaluation(path, [summary["iter_of_min"], summary["iter"]])
-    records = summary.pop("records", None) or {}
-    if (sha256 := records.get("metrics.jsonl")) and (path / "metrics.jsonl").is_file():
-        try:
-            same = file_sha256(path / "metrics.jsonl") == sha256
-        except OSError as error:
-            raise ConfigError(f"metrics.jsonl cannot be read: {error.strerror}") from error
-        require(same, "metrics.jsonl has changed since the run ended")
-    curves = read_curves(path, keys)
+    curves, records = read_curves(path, keys), summary.pop("records", None) or {}
+    same = records.get("metrics.jsonl") in (None, file_sha256(path / "metrics.jsonl"))
+    require(same, "metrics.jsonl has changed since the run ended")
     known = curves.get("val/loss", {}).get(summary["iter_of_min"]) == summary["val/loss_min"]
     require(known, "the minimum of summary.json is not in metrics.jsonl")
     return summary, curves
