@@ -183,7 +183,7 @@ def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) 
 
 
 def body(sections: Sequence[Section]) -> str:
-    """The sections in HTML, with a place for each chart."""
+    """Contents and sections in HTML, with a place for each chart."""
 
     def text(item: str | Table | Figure | Markup) -> str:
         if isinstance(item, Markup):
@@ -202,7 +202,8 @@ def body(sections: Sequence[Section]) -> str:
             marked = re.sub(f"{mark}(.+?){mark}", rf"<{tag}>\1</{tag}>", marked)
         return f"<p>{marked}</p>"
 
-    found = []
+    links = [f'<li><a href="#section-{i}">{html.escape(of.title)}</a></li>' for i, of in enumerate(sections)]
+    found = [f"<nav><details><summary>Contents</summary><ol>{''.join(links)}</ol></details></nav>\n"]
     for i, section in enumerate(sections):
         items = "\n".join(map(text, section.items))
         inner = f'<div class="grid">\n{items}\n</div>' if section.grid else items
