@@ -154,13 +154,12 @@ def write_board(folder: Path, sweep: Definition) -> None:
         folder / "board.csv": track.board_csv(found),
         folder / "rates.svg": svg(track.rates_figure([row for row in found if not row.status])).decode(),
     }
-    for file, content in made.items():
-        write_atomic(file, content.encode())
     if folder.resolve() == ROOT / "results" / TRACK:
         from scripts import docs  # which loads torch
 
         made[docs.README] = docs.readme()
-        write_atomic(docs.README, made[docs.README].encode())
+    for file, content in made.items():
+        write_atomic(file, content.encode())
     say(f"written: {', '.join(map(str, made))}")
 
 
