@@ -49,7 +49,7 @@ from data.corpora import read_text
 from scripts.report import provenance, write_files
 from scripts.reporting import track
 from scripts.reporting.charts import svg
-from scripts.reporting.page import with_block
+from scripts.reporting.page import END, with_block
 from scripts.reporting.rates import best_rate
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.stored import curves_csv, runs_csv
@@ -59,7 +59,7 @@ from sweeps.definition import OVERRIDES, Definition, check_sweep, load_sweep, sw
 from sweeps.plan import key_of, plan_runs
 from training.config import TrainConfig
 
-BEGIN, END = "<!-- made by scripts/track.py -->\n", "<!-- end -->"
+BEGIN = "<!-- made by scripts/track.py -->\n"
 DISPUTED = "<!-- made by scripts/track.py from disputes.yaml -->\n"
 TRACK = "attention_track"
 SEEDS = [*range(11, 19)]  # of the final runs
@@ -144,11 +144,11 @@ def withdrawn(asked: TrackOptions) -> Iterator[None]:
 def write_board(folder: Path, sweep: Definition) -> None:
     page, found = folder / "README.md", track.rows(folder)
     text = read_text(str(page), str(page)) if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}\n"
-    text = with_block(text, BEGIN, END, f"\n{track.board(found)}\n")
+    text = with_block(text, BEGIN, track.board(found))
     if (file := folder / "disputes.yaml").is_file() and DISPUTED in text:
         said = convert(parse_yaml(read_text(str(file), str(file)), str(file)), dict, str(file))
         said = {one: convert(names, tuple[str, ...], f"{file}: {one[:50]}") for one, names in said.items()}
-        text = with_block(text, DISPUTED, END, f"\n{track.disputed(found, said)}\n")
+        text = with_block(text, DISPUTED, track.disputed(found, said))
     made = {
         page: text,
         folder / "board.csv": track.board_csv(found),

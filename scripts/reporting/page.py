@@ -43,6 +43,7 @@ STILL_FALLING = (
     "**All {n} runs that are done have their lowest validation loss at their last evaluation**: longer runs may change "
     "the order."
 )
+END = "<!-- end -->"  # of what a script writes into a page of Markdown
 FOLD_ABOVE = 20  # rows: the page folds a longer table without a title
 OPEN_FILES = 64
 
@@ -155,12 +156,12 @@ def figures_of(sections: Sequence[Section]) -> list[Figure]:
     return [item for section in sections for item in section.items if isinstance(item, Figure)]
 
 
-def with_block(text: str, begin: str, end: str, block: str) -> str:
-    """The text with `block` between its two marks. Raises: ConfigError where it lacks one."""
+def with_block(text: str, begin: str, block: str) -> str:
+    """The text with `block` between the marks `begin` and END. Raises: ConfigError where it lacks one."""
     before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
-    require(bool(found and closed), f"no place between {begin.strip()} and {end}")
-    return f"{before}{begin}{block}{end}{after}"
+    _, closed, after = rest.partition(END)
+    require(bool(found and closed), f"no place between {begin.strip()} and {END}")
+    return f"{before}{begin}\n{block}\n{END}{after}"
 
 
 def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) -> str:
