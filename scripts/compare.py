@@ -24,18 +24,7 @@ from core.cli import run_script
 from core.device import resolve_device
 from core.files import expand, write_atomic
 from core.process import say
-from core.schema import (
-    NOT_EMPTY,
-    REQUIRED,
-    AtLeast,
-    ConfigError,
-    Help,
-    Writable,
-    differences,
-    flatten,
-    options,
-    require,
-)
+from core.schema import NOT_EMPTY, REQUIRED, AtLeast, ConfigError, Help, Writable, differences, options, require
 from data.corpora import read_text
 from data.options import RandomOptions
 from data.tokenizer import SEPARATOR, NoText, Tokenizer, begins_character
@@ -214,7 +203,7 @@ def sections_of(asked: "CompareOptions", text: str, a: Side, b: Side, spans: Spa
     prompt = text[:PROMPT]
     begin = f"Prompt: {visible(prompt)!r}. Seed {asked.seed}, as sample.py samples by default."
     samples = [html.escape(sampled(side, prompt, asked.text is None, asked.seed)) for side in (a, b)]
-    changes = differences(*(flatten(asdict(side.loaded.config)) for side in (a, b)))
+    changes = differences(*(asdict(side.loaded.config) for side in (a, b)))
     colours = f"The stronger the colour, the less expected: none is 0 nats, the full one {DARKEST:g} or more."
     return [
         Section("Loss on the text", [summary(a, b, spans)]),
