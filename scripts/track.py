@@ -26,8 +26,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
-import yaml
-
 from core.cli import parse_yaml, run_script
 from core.files import ROOT, FileLock, config_folder, expand, file_sha256, read_json, read_regular, write_atomic
 from core.plugins import LOADED, changed_plugins, load_plugins, plugin_hashes
@@ -57,7 +55,7 @@ from scripts.reporting.track import BASELINE, ENTRY, FINAL, LOSS_KEY, NAME, ONE_
 from sweeps import launch
 from sweeps.definition import OVERRIDES, Definition, check_sweep, load_sweep, sweep_name
 from sweeps.plan import key_of, plan_runs
-from training.config import TrainConfig
+from training.config import TrainConfig, to_yaml
 
 BEGIN = "<!-- made by scripts/track.py -->\n"
 DISPUTED = "<!-- made by scripts/track.py from disputes.yaml -->\n"
@@ -239,7 +237,7 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     if asked.enter:
         folder /= f"entries/{name}"
         files = {f"{plugin}.py": read_regular(Path(LOADED[plugin].path)) for plugin in plugins}
-        files["entry.yaml"] = yaml.safe_dump(json.loads(json.dumps(asdict(entry))), sort_keys=False).encode()
+        files["entry.yaml"] = to_yaml(entry).encode()
     if not asked.dry_run:
         found = trained(sweep, words, first, known, place)
         with FileLock(place / "entry.lock"):  # two commands of one entry end together
@@ -299,7 +297,7 @@ def launched(planned: Definition, place: Path, dry_run: bool = False) -> None:
     """Train what is left of a sweep, or only say what that takes. Raises: UnfinishedError."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{place.name}.yaml")
-        file.write_text(yaml.safe_dump(json.loads(json.dumps(asdict(planned))), sort_keys=False), encoding="utf-8")
+        file.write_text(to_yaml(planned), encoding="utf-8")
         asked = {"sweep": str(file), "sweep_dir": str(place), "dry_run": dry_run}
         if status := launch.run(settings_of(launch.LaunchOptions, asked), [], hint=False):
             raise UnfinishedError(status)
