@@ -260,8 +260,7 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
 
 
 def held_out_text(corpus: Corpus) -> str:
-    """The start of the held-out text. Raises: ConfigError where it has the characters that stand for the token between
-    documents."""
+    """The start of the held-out text. Raises: ConfigError where the text itself has SEPARATOR."""
     tokens, tokenizer = held_out_tokens(corpus), corpus.tokenizer
     text = tokenizer.decode(tokens)
     plain = tokenizer.separator is None or text.count(SEPARATOR) == tokens.count(tokenizer.separator)

@@ -119,8 +119,7 @@ def ranks(names: Sequence[str], everywhere: Iterable[str]) -> dict[str, tuple[in
 
 
 def colours_of(rank: int, numbers: int) -> tuple[str, str]:
-    """The colours on a light and on a dark page: viridis for this rank among so many numbers; Okabe and Ito's where
-    numbers is 0."""
+    """Colours on a light and on a dark page: viridis by rank; Okabe and Ito's where numbers is 0."""
     if numbers:
         place = rank / (numbers - 1)
         return viridis(0.78 * place), viridis(0.4 + 0.6 * place)

@@ -19,7 +19,7 @@ TESTS = ("t", "Wilcoxon", "corrected t")
 
 @dataclass
 class Comparison:
-    """A - B, paired over the replicates that all of its settings have. Of several folds the seeds of each are averaged
+    """A - B, paired over the replicates that all of its settings have; of several folds the seeds are averaged
     first."""
 
     a: str  # the name of A
@@ -95,8 +95,8 @@ class Comparison:
 
 
 def adjust(family: Sequence[Comparison], limits: Sequence[float] = ()) -> None:
-    """Set Holm's adjusted p in each comparison of the family: for each test separately, for those that decide, and for
-    these against each of the limits."""
+    """Set Holm's adjusted p of each comparison: of each test, of the test that decides, and of that against each
+    limit."""
     for test in TESTS:
         for comparison, p in zip(family, numbers.holm([c.p.get(test) for c in family]), strict=True):
             comparison.adjusted[test] = p

@@ -99,8 +99,7 @@ def tested_against(row: Row) -> list[float]:
 
 
 def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
-    """The verdict on each part, named where they differ. Every test is corrected by Holm over the row, and over the
-    study's own comparison."""
+    """The verdict on each part, named where they differ; by Holm over the row, and over the study's own comparison."""
     if row.verdict is not None or not found or (row.direction is None and row.limit is None):
         return row.verdict or "–"
     direction, origin = row.direction or "lower", row.limit or 0.0  # below a limit: lower than it

@@ -129,8 +129,7 @@ def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0)
 
 
 def mean_curve(curves: Mapping[Replicate, Curve]) -> dict[int, Estimate]:
-    """Iteration -> mean over the curves, at the iterations that all of them have. Of several folds the seeds of each
-    are averaged first."""
+    """Iteration -> mean over the curves, where all of them have it; of several folds the seeds are averaged first."""
     common = set.intersection(*map(set, curves.values())) if curves else set[int]()
     folds = of_several_folds(curves)
     return {i: interval(independent({r: of[i] for r, of in curves.items()}, folds)) for i in sorted(common)}
