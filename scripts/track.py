@@ -331,12 +331,12 @@ def store(folder: Path, found: Sweep, files: Mapping[str, bytes], command: str, 
 # Its times
 
 
-def busy_cpus(seconds: float = 2.0) -> float:
+def busy_cpus() -> float:
     """How many of this process's CPUs others use."""
     from core.device import cpu_seconds  # which loads torch
 
     before = cpu_seconds(niced=True)
-    time.sleep(seconds)
+    time.sleep(2)
     passed, own, used = (now - then for now, then in zip(cpu_seconds(niced=True), before, strict=True))
     return (used - own) / passed
 

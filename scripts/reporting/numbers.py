@@ -102,17 +102,11 @@ def of_several_folds(replicates: Iterable[Replicate]) -> bool:
     return len({fold for _, fold in replicates if fold is not None}) > 1
 
 
-def by_number(replicate: Replicate) -> tuple[int, int]:
-    """The order of replicates; those without a fold come first."""
-    seed, fold = replicate
-    return seed, -1 if fold is None else fold
-
-
 def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0) -> dict[str, Estimate]:
     """Name -> mean over the replicates that all names have, with an interval free of what these have in common: the
     mean of a replicate over the N names is taken out of its values, and N / (N - 1) makes up for the variance that goes
     with it (Morey 2008). {} where no replicate has all names. shared: as in interval()."""
-    common = sorted(set.intersection(*map(set, values.values())), key=by_number) if values else []
+    common = [r for r in next(iter(values.values()), {}) if all(r in of for of in values.values())]
     if not common:
         return {}
     rows = {name: independent({r: of[r] for r in common}, shared > 0) for name, of in values.items()}
