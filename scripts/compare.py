@@ -239,7 +239,7 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
     """The file's text, or the start of the text that both runs hold out. Raises: ConfigError."""
     if asked.text is not None:
         return read_text(asked.text, f"text={asked.text}")[:LONGEST]
-    corpora = []
+    found = []
     for name, (model, _, config, state) in runs.items():
         unknown = state.get("corpus_sha256") == UNKNOWN
         require(not unknown, f"{name}: its weights were imported, and what it holds out is not known; give text=FILE")
@@ -251,8 +251,7 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
             raise ConfigError(f"{name}: what it holds out cannot be read: {error}; give text=FILE") from error
         kept = corpus.sha256 == state.get("corpus_sha256")
         require(kept, f"{name}: data={config.data.name} is not the run's text any more; give text=FILE")
-        corpora.append(corpus)
-    found = [*map(held_out_text, corpora)]
+        found.append(held_out_text(corpus))
     n = min(map(len, found))
     same = n > 0 and found[0][:n] == found[1][:n]
     require(same, "a and b hold out different text, so that one has seen it: give text=FILE")

@@ -30,8 +30,6 @@ from data.tokens import load_corpus
 from sample import LoadedRun, Plugins, RunPath, Which, load_asked_run
 from training.config import Device, Dtype
 
-INSTALL = "pip install -c constraints.txt -e '.[eval]'"
-
 CLOZE, QUESTIONS, CHOICES = "cloze", 500, 4
 LOCAL = ("json", "csv", "text", "parquet", "arrow", "pandas")  # `datasets` reads these from files, without the Hub
 
@@ -177,7 +175,8 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
     try:
         import lm_eval
     except ImportError as error:
-        raise ConfigError(f"scripts/evaluate_lm.py needs lm_eval ({error}): {INSTALL}") from error
+        install = "pip install -c constraints.txt -e '.[eval]'"
+        raise ConfigError(f"scripts/evaluate_lm.py needs lm_eval ({error}): {install}") from error
     from scripts.lm_eval_model import NanoQK
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

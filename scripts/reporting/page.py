@@ -19,7 +19,7 @@ from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
 from scripts.reporting.comparisons import Family, shares
 from scripts.reporting.figures import difference_figure, family_figures, part_figures, rate_figures
-from scripts.reporting.runs import Run, Sweep
+from scripts.reporting.runs import Sweep
 from scripts.reporting.tables import Table
 from sweeps.plan import temperature_note, unknown_points
 
@@ -96,8 +96,9 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     corrected = "Interval and p are corrected for the text that folds share. " * several_folds
     said = CONCLUSIONS.format(corrected=corrected) + CLAIMS * any(family.asked.claim for family in families)
     done = [run for run in sweep.runs if run.done and run.losses]
-    falling = [STILL_FALLING.format(n=len(done))] * (len(done) > 1 and all(at_its_end(run) for run in done))
-    sections = [Section("Conclusions", [said, *falling, *conclusions])] if conclusions else []
+    falling = all(run.losses[max(run.losses)] == min(run.losses.values()) for run in done)
+    warned = [STILL_FALLING.format(n=len(done))] if falling and len(done) > 1 else []
+    sections = [Section("Conclusions", [said, *warned, *conclusions])] if conclusions else []
     sections += [
         Section(
             sweep.title_of(part) if part else "The settings",
@@ -140,10 +141,6 @@ def caveats(sweep: Sweep, families: Sequence[Family]) -> list[str]:
 def was_planned(sweep: Sweep, family: Family) -> bool:
     """Whether all settings of some comparison were planned; `sweep.parts` may leave some out."""
     return any(all(sweep.runs_of(setting) for setting, _ in c.terms) for c in family.comparisons[0])
-
-
-def at_its_end(run: Run) -> bool:
-    return run.losses[max(run.losses)] == min(run.losses.values())
 
 
 def with_notes(title: str, *items: Table | Figure) -> Section:
