@@ -353,8 +353,8 @@ def show(value: Any) -> str:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """ "key old -> new" for each key of two flat mappings that differs, "unset" where one of them lacks it."""
-    before, after = ({key: show(value) for key, value in settings.items()} for settings in (old, new))
+    """ "key old -> new" for each key that differs, "group.key" in groups, "unset" where one of them lacks it."""
+    before, after = ({key: show(value) for key, value in flatten(settings).items()} for settings in (old, new))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return [f"{key} {before.get(key, 'unset')} -> {after.get(key, 'unset')}" for key in keys]
 

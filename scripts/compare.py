@@ -24,18 +24,7 @@ from core.cli import run_script
 from core.device import resolve_device
 from core.files import expand, write_atomic
 from core.process import say
-from core.schema import (
-    NOT_EMPTY,
-    REQUIRED,
-    AtLeast,
-    ConfigError,
-    Help,
-    Writable,
-    differences,
-    flatten,
-    options,
-    require,
-)
+from core.schema import NOT_EMPTY, REQUIRED, AtLeast, ConfigError, Help, Writable, differences, options, require
 from data.corpora import read_text
 from data.options import RandomOptions
 from data.tokenizer import SEPARATOR, NoText, Tokenizer, begins_character
@@ -96,10 +85,8 @@ def token_nats(model: GPT, tokens: np.ndarray, window: int) -> np.ndarray:
 
 
 def compare(text: str, a: Side, b: Side, *, name: str = "the text") -> Spans:
-    """The nats of both over the same pieces of the text; the piece with a side's first token is not predicted.
-
-    Raises: ConfigError about `name` where there is one piece.
-    """
+    """The nats of both over the same pieces of the text; the piece with a side's first token is not predicted. Raises:
+    ConfigError about `name` where there is one piece."""
     pieces = [[side.loaded.tokenizer.pieces[token] for token in side.tokens] for side in (a, b)]
     ends = [np.cumsum([len(x) for x in parts]) for parts in (*pieces, [c.encode() for c in text])]  # in bytes
     both = functools.reduce(np.intersect1d, ends)  # where tokens of both and a character end
@@ -216,7 +203,7 @@ def sections_of(asked: "CompareOptions", text: str, a: Side, b: Side, spans: Spa
     prompt = text[:PROMPT]
     begin = f"Prompt: {visible(prompt)!r}. Seed {asked.seed}, as sample.py samples by default."
     samples = [html.escape(sampled(side, prompt, asked.text is None, asked.seed)) for side in (a, b)]
-    changes = differences(*(flatten(asdict(side.loaded.config)) for side in (a, b)))
+    changes = differences(*(asdict(side.loaded.config) for side in (a, b)))
     colours = f"The stronger the colour, the less expected: none is 0 nats, the full one {DARKEST:g} or more."
     return [
         Section("Loss on the text", [summary(a, b, spans)]),
@@ -252,7 +239,7 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
     """The file's text, or the start of the text that both runs hold out. Raises: ConfigError."""
     if asked.text is not None:
         return read_text(asked.text, f"text={asked.text}")[:LONGEST]
-    corpora = []
+    found = []
     for name, (model, _, config, state) in runs.items():
         unknown = state.get("corpus_sha256") == UNKNOWN
         require(not unknown, f"{name}: its weights were imported, and what it holds out is not known; give text=FILE")
@@ -264,8 +251,7 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
             raise ConfigError(f"{name}: what it holds out cannot be read: {error}; give text=FILE") from error
         kept = corpus.sha256 == state.get("corpus_sha256")
         require(kept, f"{name}: data={config.data.name} is not the run's text any more; give text=FILE")
-        corpora.append(corpus)
-    found = [*map(held_out_text, corpora)]
+        found.append(held_out_text(corpus))
     n = min(map(len, found))
     same = n > 0 and found[0][:n] == found[1][:n]
     require(same, "a and b hold out different text, so that one has seen it: give text=FILE")
@@ -273,8 +259,7 @@ def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
 
 
 def held_out_text(corpus: Corpus) -> str:
-    """The start of the held-out text. Raises: ConfigError where it has the characters that stand for the token between
-    documents."""
+    """The start of the held-out text. Raises: ConfigError where the text itself has SEPARATOR."""
     tokens, tokenizer = held_out_tokens(corpus), corpus.tokenizer
     text = tokenizer.decode(tokens)
     plain = tokenizer.separator is None or text.count(SEPARATOR) == tokens.count(tokenizer.separator)

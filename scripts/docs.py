@@ -52,7 +52,7 @@ def configuration() -> str:
 
 TRACKING, METRICS = ROOT / "docs" / "tracking.md", "<!-- made by scripts/docs.py from training/metrics.py -->\n"
 LEDGER = ROOT / "results" / "README.md"
-BEGIN, END = "<!-- made by scripts/docs.py from ledger.yaml -->\n", "<!-- end -->"
+BEGIN = "<!-- made by scripts/docs.py from ledger.yaml -->\n"
 
 # -----------------------------------------------------------------------------
 # README.md: three answers, the first rows of the board
@@ -90,7 +90,7 @@ def paragraph(text: str) -> str:
 
 def board() -> str:
     said, table = first_rows(rows(ROOT / "results" / "attention_track"))
-    return f"\n{paragraph(said)}\n\n{table}\n"
+    return f"{paragraph(said)}\n\n{table}"
 
 
 # -----------------------------------------------------------------------------
@@ -135,20 +135,20 @@ class NoSettings:
 
 
 def readme() -> str:
-    text = with_block(README.read_text(encoding="utf-8"), ANSWERS, END, f"\n{answers()}\n\n")
-    return with_block(text, BOARD, END, board())
+    text = with_block(README.read_text(encoding="utf-8"), ANSWERS, f"{answers()}\n")
+    return with_block(text, BOARD, board())
 
 
 def write(_: NoSettings) -> int:
     made = {
-        ROOT / "docs" / "configuration.md": configuration().encode(),
-        LEDGER: with_block(LEDGER.read_text(encoding="utf-8"), BEGIN, END, f"\n{ledger()}\n").encode(),
-        TRACKING: with_block(TRACKING.read_text(encoding="utf-8"), METRICS, END, f"\n{table()}\n").encode(),
-        COUNTED: with_block(COUNTED.read_text(encoding="utf-8"), SOURCES, END, f"\n{folds_and_seeds()}\n").encode(),
-        README: readme().encode(),
+        ROOT / "docs" / "configuration.md": configuration(),
+        LEDGER: with_block(LEDGER.read_text(encoding="utf-8"), BEGIN, ledger()),
+        TRACKING: with_block(TRACKING.read_text(encoding="utf-8"), METRICS, table()),
+        COUNTED: with_block(COUNTED.read_text(encoding="utf-8"), SOURCES, folds_and_seeds()),
+        README: readme(),
     }
     for file, content in made.items():
-        write_atomic(file, content)
+        write_atomic(file, content.encode())
         print(file)
     return 0
 

@@ -30,8 +30,6 @@ from data.tokens import load_corpus
 from sample import LoadedRun, Plugins, RunPath, Which, load_asked_run
 from training.config import Device, Dtype
 
-INSTALL = "pip install -c constraints.txt -e '.[eval]'"
-
 CLOZE, QUESTIONS, CHOICES = "cloze", 500, 4
 LOCAL = ("json", "csv", "text", "parquet", "arrow", "pandas")  # `datasets` reads these from files, without the Hub
 
@@ -42,10 +40,7 @@ LOCAL = ("json", "csv", "text", "parquet", "arrow", "pandas")  # `datasets` read
 
 def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any], Any]:
     """lm_eval's task objects with their data, and a TaskManager that knows them: the default one reads all of lm_eval's
-    14,000 files, which takes many seconds.
-
-    Raises: ConfigError naming every task whose data is missing.
-    """
+    14,000 files, which takes many seconds. Raises: ConfigError naming every task whose data is missing."""
     import datasets.config
     import huggingface_hub.constants
     import lm_eval.tasks
@@ -85,11 +80,9 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any
 
 def cloze(run: LoadedRun) -> Any:
     """lm_eval's task of QUESTIONS places in the text that the run held out. Each shows T/2 tokens and CHOICES passages
-    of T/4 tokens; one follows in the text, the others are from elsewhere in it (T: block_size).
-
-    Runs with the same held-out text, tokenizer and block_size get the same questions. Raises: ConfigError where too
-    little text is held out, or it is not the text that the checkpoint's `state` names, or T < 2.
-    """
+    of T/4 tokens; one follows in the text, the others are from elsewhere in it (T: block_size). Runs with the same
+    held-out text, tokenizer and block_size get the same questions. Raises: ConfigError where too little text is held
+    out, or it is not the text that the checkpoint's `state` names, or T < 2."""
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
@@ -182,7 +175,8 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
     try:
         import lm_eval
     except ImportError as error:
-        raise ConfigError(f"scripts/evaluate_lm.py needs lm_eval ({error}): {INSTALL}") from error
+        install = "pip install -c constraints.txt -e '.[eval]'"
+        raise ConfigError(f"scripts/evaluate_lm.py needs lm_eval ({error}): {install}") from error
     from scripts.lm_eval_model import NanoQK
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

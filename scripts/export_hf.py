@@ -25,10 +25,8 @@ from sample import Plugins, RunPath, Which, load_asked_run
 
 
 def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> list[str]:
-    """Write the folder, completely or not at all. Returns the names of its files.
-
-    Raises: ConfigError before anything is written, where no architecture fits or `out` exists; OSError.
-    """
+    """Write the folder, completely or not at all. Returns the names of its files. Raises: ConfigError before anything
+    is written, where no architecture fits or `out` exists; OSError."""
     config, state = hugging_face(model)
     if fault != "none":
         config["fault"] = fault  # transformers keeps the key and ignores it

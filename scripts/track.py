@@ -26,8 +26,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
-import yaml
-
 from core.cli import parse_yaml, run_script
 from core.files import ROOT, FileLock, config_folder, expand, file_sha256, read_json, read_regular, write_atomic
 from core.plugins import LOADED, changed_plugins, load_plugins, plugin_hashes
@@ -49,29 +47,17 @@ from data.corpora import read_text
 from scripts.report import provenance, write_files
 from scripts.reporting import track
 from scripts.reporting.charts import svg
-from scripts.reporting.page import with_block
+from scripts.reporting.page import END, with_block
 from scripts.reporting.rates import best_rate
 from scripts.reporting.runs import Sweep, read_sweep
 from scripts.reporting.stored import curves_csv, runs_csv
-from scripts.reporting.track import (
-    BASELINE,
-    ENTRY,
-    FINAL,
-    LOSS_KEY,
-    NAME,
-    ONE_LINE,
-    PLAIN,
-    ROWS,
-    SLOTS,
-    TIMES,
-    Entry,
-)
+from scripts.reporting.track import BASELINE, ENTRY, FINAL, LOSS_KEY, NAME, ONE_LINE, PLAIN, ROWS, SLOTS, TIMES, Entry
 from sweeps import launch
 from sweeps.definition import OVERRIDES, Definition, check_sweep, load_sweep, sweep_name
 from sweeps.plan import key_of, plan_runs
-from training.config import TrainConfig
+from training.config import TrainConfig, to_yaml
 
-BEGIN, END = "<!-- made by scripts/track.py -->\n", "<!-- end -->"
+BEGIN = "<!-- made by scripts/track.py -->\n"
 DISPUTED = "<!-- made by scripts/track.py from disputes.yaml -->\n"
 TRACK = "attention_track"
 SEEDS = [*range(11, 19)]  # of the final runs
@@ -156,23 +142,22 @@ def withdrawn(asked: TrackOptions) -> Iterator[None]:
 def write_board(folder: Path, sweep: Definition) -> None:
     page, found = folder / "README.md", track.rows(folder)
     text = read_text(str(page), str(page)) if page.exists() else f"# {sweep.title}\n\n{BEGIN}{END}\n"
-    text = with_block(text, BEGIN, END, f"\n{track.board(found)}\n")
+    text = with_block(text, BEGIN, track.board(found))
     if (file := folder / "disputes.yaml").is_file() and DISPUTED in text:
         said = convert(parse_yaml(read_text(str(file), str(file)), str(file)), dict, str(file))
         said = {one: convert(names, tuple[str, ...], f"{file}: {one[:50]}") for one, names in said.items()}
-        text = with_block(text, DISPUTED, END, f"\n{track.disputed(found, said)}\n")
+        text = with_block(text, DISPUTED, track.disputed(found, said))
     made = {
         page: text,
         folder / "board.csv": track.board_csv(found),
         folder / "rates.svg": svg(track.rates_figure([row for row in found if not row.status])).decode(),
     }
-    for file, content in made.items():
-        write_atomic(file, content.encode())
     if folder.resolve() == ROOT / "results" / TRACK:
         from scripts import docs  # which loads torch
 
         made[docs.README] = docs.readme()
-        write_atomic(docs.README, made[docs.README].encode())
+    for file, content in made.items():
+        write_atomic(file, content.encode())
     say(f"written: {', '.join(map(str, made))}")
 
 
@@ -252,7 +237,7 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     if asked.enter:
         folder /= f"entries/{name}"
         files = {f"{plugin}.py": read_regular(Path(LOADED[plugin].path)) for plugin in plugins}
-        files["entry.yaml"] = yaml.safe_dump(json.loads(json.dumps(asdict(entry))), sort_keys=False).encode()
+        files["entry.yaml"] = to_yaml(entry).encode()
     if not asked.dry_run:
         found = trained(sweep, words, first, known, place)
         with FileLock(place / "entry.lock"):  # two commands of one entry end together
@@ -312,7 +297,7 @@ def launched(planned: Definition, place: Path, dry_run: bool = False) -> None:
     """Train what is left of a sweep, or only say what that takes. Raises: UnfinishedError."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{place.name}.yaml")
-        file.write_text(yaml.safe_dump(json.loads(json.dumps(asdict(planned))), sort_keys=False), encoding="utf-8")
+        file.write_text(to_yaml(planned), encoding="utf-8")
         asked = {"sweep": str(file), "sweep_dir": str(place), "dry_run": dry_run}
         if status := launch.run(settings_of(launch.LaunchOptions, asked), [], hint=False):
             raise UnfinishedError(status)
@@ -346,12 +331,12 @@ def store(folder: Path, found: Sweep, files: Mapping[str, bytes], command: str, 
 # Its times
 
 
-def busy_cpus(seconds: float = 2.0) -> float:
+def busy_cpus() -> float:
     """How many of this process's CPUs others use."""
     from core.device import cpu_seconds  # which loads torch
 
     before = cpu_seconds(niced=True)
-    time.sleep(seconds)
+    time.sleep(2)
     passed, own, used = (now - then for now, then in zip(cpu_seconds(niced=True), before, strict=True))
     return (used - own) / passed
 
@@ -427,10 +412,8 @@ def verified(path: Path, folder: Path) -> Entry:
 
 
 def repeated(path: Path, row: Entry, asked: TrackOptions, sweep: Definition) -> str:
-    """Plan an entry's runs again with the stored copy of its code; train two final ones, and those of BASELINE.
-
-    Returns what there is to say. Raises: ConfigError where they are other runs, or their mean is not within 3 σ.
-    """
+    """Plan an entry's runs again with the stored copy of its code; train two final ones, and those of BASELINE. Returns
+    what there is to say. Raises: ConfigError where they are other runs, or their mean is not within 3 σ."""
     (grid, final), (rate, sigma) = track.stored(path), opened(asked.board)
     entry, known = read_contestant(path / "entry.yaml", None), {one.id: one for one in (*grid.runs, *final.runs)}
     exact = all(run.config.get("dtype") == "float32" for run in known.values())

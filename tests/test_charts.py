@@ -8,7 +8,7 @@ import pytest
 from helpers.reports import words_of
 
 from scripts.reporting import charts
-from scripts.reporting.charts import LOSS, Figure, Series, curve_chart, curves_chart, styles, svg, value_axis
+from scripts.reporting.charts import LOSS, Figure, Series, curve_chart, styles, svg, value_axis
 from scripts.reporting.runs import Curve
 
 
@@ -53,11 +53,11 @@ def test_many_settings_have_a_panel_each() -> None:
     look = styles({"": {name: name for name in curves}})
     series = [Series(name, look[name], {(1, None): curve}) for name, curve in curves.items()]
     last = replace(series[-1], diverged={(2, None): {0: 4.0, 10: 2.5}})
-    picture = svg(Figure("x", "many", curves_chart([*series[:-1], last], LOSS), "")).decode()
+    picture = svg(Figure("x", "many", curve_chart([*series[:-1], last], LOSS), "")).decode()
     assert {*curves} <= {*words_of(picture)}
     assert Counter(re.findall(r'stroke-width="(1\.6|0\.7)"', picture)) == {"1.6": 10, "0.7": 1}  # one diverged
-    assert "layer" in curves_chart(series[:9], LOSS)
-    dashed = [svg(Figure("x", "t", curves_chart(series, "A − B", zero), "")).count(b"4,3") for zero in (False, True)]
+    assert "layer" in curve_chart(series[:9], LOSS)
+    dashed = [svg(Figure("x", "t", curve_chart(series, "A − B", zero), "")).count(b"4,3") for zero in (False, True)]
     assert dashed[1] - dashed[0] == 10  # a line at 0 in each panel
 
 

@@ -285,10 +285,10 @@ def test_generated_parts_are_fresh(tmp_path: Path) -> None:
         "from pathlib import Path; from scripts import docs\n"
         "Path('page.md').write_text(docs.configuration(), encoding='utf-8')\n"
         "page = docs.LEDGER.read_text(encoding='utf-8')\n"
-        "block = f'\\n{docs.ledger()}\\n'\n"
-        "assert docs.with_block(page, docs.BEGIN, docs.END, block) == page and block.count('\\n| ') <= 4 * 2 + 25\n"
+        "block = docs.ledger()\n"
+        "assert docs.with_block(page, docs.BEGIN, block) == page and block.count('\\n| ') <= 4 * 2 + 25\n"
         "page = docs.TRACKING.read_text(encoding='utf-8')\n"
-        "assert docs.with_block(page, docs.METRICS, docs.END, f'\\n{docs.table()}\\n') == page\n"
+        "assert docs.with_block(page, docs.METRICS, docs.table()) == page\n"
         "assert docs.readme() == docs.README.read_text(encoding='utf-8')"
     )
     run_python(code, cwd=tmp_path)

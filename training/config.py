@@ -467,8 +467,8 @@ def stored_config(source: Mapping[str, Any]) -> TrainConfig:
     return config
 
 
-def to_yaml(config: TrainConfig) -> str:
-    """A config.yaml's text; load_config of it is an equal TrainConfig."""
+def to_yaml(config: Any) -> str:
+    """A settings class as YAML. Of a TrainConfig it is config.yaml's text: load_config of it is an equal one."""
     import yaml
 
     settings = json.loads(json.dumps(asdict(config)))  # tuples as lists; inf stays inf

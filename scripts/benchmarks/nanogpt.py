@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from core.device import move, resolve_device, synchronize
-from core.schema import differences, flatten, require
+from core.schema import differences, require
 from data.tokens import load_corpus
 from model.options import GPTConfig, ModelOptions
 from scripts.benchmarks.timing import Built, Turn, gpu_memory
@@ -36,7 +36,7 @@ def load_model(peer: str) -> Any:
 def check_model(config: GPTConfig) -> None:
     """Raise ConfigError for a model that nanoGPT does not have: one with other settings than sizes."""
     theirs = GPTConfig(ModelOptions(name=config.model.name, **{key: getattr(config.model, key) for key in SIZES}))
-    changed = differences(flatten(asdict(theirs)), flatten(asdict(config)))
+    changed = differences(asdict(theirs), asdict(config))
     require(not changed, f"peer= needs nanoGPT's own model (its value -> ours): {', '.join(changed)}")
 
 

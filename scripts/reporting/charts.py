@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import vl_convert
@@ -48,10 +47,8 @@ class Style:
 
 @dataclass(frozen=True)
 class Series:
-    """The runs of one setting. `curves` are those of runs that are done; only these set the mean and the axes.
-
-    running: of runs that are not done, on a live page. estimates: iteration -> what to draw in place of the mean.
-    """
+    """The runs of one setting. Only `curves`, those of runs that are done, set the mean and the axes. running: of runs
+    that are not done, on a live page. estimates: iteration -> what to draw in place of the mean."""
 
     name: str
     style: Style
@@ -85,12 +82,9 @@ class Figure:
 
 
 def styles(parts: Mapping[str, Mapping[str, str]]) -> dict[str, Style]:
-    """A style for each setting of parts = {part: {setting: its name in the part}}.
-
-    Names that differ in one number have ordered colours (viridis), the same for a number in every part; others have
-    the colours of Okabe and Ito. Names of two words, as "rms,n_kv_head=4", have a colour for the first word, and dashes
-    and a symbol for the second.
-    """
+    """A style for each setting of parts = {part: {setting: its name in the part}}. Names that differ in one number have
+    ordered colours (viridis), the same for a number in every part; others have the colours of Okabe and Ito. Names of
+    two words, as "rms,n_kv_head=4", have a colour for the first word, and dashes and a symbol for the second."""
     found = {}
     everywhere = [word for names in parts.values() for name in names.values() for word in name.split(",")]
     for names in parts.values():
@@ -125,8 +119,7 @@ def ranks(names: Sequence[str], everywhere: Iterable[str]) -> dict[str, tuple[in
 
 
 def colours_of(rank: int, numbers: int) -> tuple[str, str]:
-    """The colours on a light and on a dark page: viridis for this rank among so many numbers; Okabe and Ito's where
-    numbers is 0."""
+    """Colours on a light and on a dark page: viridis by rank; Okabe and Ito's where numbers is 0."""
     if numbers:
         place = rank / (numbers - 1)
         return viridis(0.78 * place), viridis(0.4 + 0.6 * place)
@@ -235,20 +228,14 @@ def tooltips(*shown: str, **titles: str) -> list[Spec]:
 # Curves
 
 
-def curves_chart(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
-    """Curves of a metric in one chart, or of more than CROWD settings in a panel each, with its interval."""
+def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
+    """Means with their intervals, or single runs by choice, with a legend that switches settings off and on. More than
+    CROWD settings have a panel each. zero: of differences or shares, with a line at 0."""
     if len(series) > CROWD:
         return panel_chart({s.name: [s] for s in series}, key, zero, crowd=True)
-    return curve_chart(series, key, zero)
-
-
-def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
-    """Means with their intervals, or single runs by choice, with a legend that switches settings off and on.
-
-    zero: of differences or shares, with a line at 0.
-    """
     rows, axis = curve_rows(series), value_axis(series, key, zero)
-    names = [s.name for s in series]
+    switched_on = [{"setting": s.name} for s in series]
+    legend = {"type": "point", "fields": ["setting"], "toggle": "true", "clear": False}
     choices = list(dict.fromkeys(["mean", *(row["run"] for row in rows), "every run"]))
     which: Spec = {"name": "which", "value": "mean"}
     band: Spec = {"name": "band", "value": not is_log(axis)}  # a t interval looks lopsided there
@@ -266,22 +253,17 @@ def curve_chart(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
     of_points = base | {"tooltip": tooltip, "shape": symbols(series)}
     size = 45 if max((len(s.mean) for s in series), default=0) <= 30 else 16
     points = marks("point", of_points, *shown, where("!datum.thin"), size=size, filled=True, opacity=1, clip=True)
-    layers = [{**bands, "params": [legend_selection(names), ZOOM]}, *lines(base, series, *shown), points]
+    params = [{"name": "shown", "select": legend, "bind": "legend", "value": switched_on}, ZOOM]
+    layers = [line_at_zero("y")] if zero else []
+    layers += [{**bands, "params": params}, *lines(base, series, *shown), points]
     return {
-        "layer": [*zero_line(zero), *layers], "params": [which, band], "data": {"name": "curves"},
-        "datasets": {"curves": rows}, "width": "container", "height": 360, "usermeta": palette(series),
+        "layer": layers, "params": [which, band], "data": {"name": "curves"}, "datasets": {"curves": rows},
+        "width": "container", "height": 360, "usermeta": palette(series),
     }  # fmt: skip
 
 
-def zero_line(zero: bool) -> list[Spec]:
-    line = marks("rule", {"y": quantity("zero")}, strokeDash=[4, 3])
-    return [{**line, "data": {"values": [{"zero": 0}]}}] if zero else []
-
-
-def legend_selection(names: Sequence[str]) -> Spec:
-    """The settings that the legend has not switched off."""
-    selection = {"type": "point", "fields": ["setting"], "toggle": "true", "clear": False}
-    return {"name": "shown", "select": selection, "bind": "legend", "value": [{"setting": name} for name in names]}
+def line_at_zero(axis: str) -> Spec:
+    return marks("rule", {axis: quantity("zero")}, strokeDash=[4, 3]) | {"data": {"values": [{"zero": 0}]}}
 
 
 def panel_chart(panels: Mapping[str, Sequence[Series]], key: str, zero: bool = False, crowd: bool = False) -> Spec:
@@ -294,10 +276,11 @@ def panel_chart(panels: Mapping[str, Sequence[Series]], key: str, zero: bool = F
     for i, (name, series) in enumerate(panels.items()):
         rows = data[f"panel{i}"] = [row for row in curve_rows(series) if row["run"] == "mean" or "thin" in row]
         base = encoded(rows, every, axis, title_x=i + COLUMNS >= len(panels), title_y=i % COLUMNS == 0)
+        layers = [line_at_zero("y")] if zero else []
         if crowd:
             base["color"]["legend"] = None
-        bands = [marks("area", base | ENDS, where("datum.n > 2"), opacity=0.25, clip=True)] if crowd else []
-        layers = [*zero_line(zero), *bands, *lines(base, every)]
+            layers.append(marks("area", base | ENDS, where("datum.n > 2"), opacity=0.25, clip=True))
+        layers += lines(base, every)
         title = {"text": textwrap.wrap(name, 33), "limit": 216}  # lines that end before the next panel's begin
         charts.append({"layer": layers, "data": {"name": f"panel{i}"}, "title": title, "width": 170, "height": 140})
     layout = {"columns": COLUMNS, "spacing": {"row": 64, "column": 52}, "bounds": "flush"}
@@ -376,12 +359,9 @@ def lines(base: Spec, series: Sequence[Series], *transform: Spec) -> list[Spec]:
 
 def value_axis(series: Sequence[Series], key: str, zero: bool = False) -> Spec:
     """The y axis of a metric: logarithmic where it spans more than a factor of 50, but never for the validation loss,
-    nor around a line at zero.
-
-    Its range is that of the means; around a line at zero also that of the intervals of more than three values. That of
-    a loss is of what comes after a tenth of the run, of one that goes on once there are FEW_LATE values: it falls from
-    ln V at first.
-    """
+    nor around a line at zero. Its range is that of the means; around a line at zero also that of the intervals of more
+    than three values. That of a loss is of what comes after a tenth of the run, since it falls from ln V at first;
+    while a run goes on, once there are FEW_LATE such values."""
     drawn = [point.mean for s in series for point in s.mean.values()]
     drawn += [value for s in series for curve in s.unfinished for value in curve.values()]
     drawn = [value for value in drawn if math.isfinite(value)]
@@ -433,11 +413,10 @@ def remarks(series: Sequence[Series], key: str) -> str:
 # Learning rates, differences
 
 
-def final_chart(rows: list[Row], series: Sequence[Series], title: str) -> Spec:
-    """Final losses over doublings of x, a line for each series, with a bar at each value.
-
-    rows: setting, x, value, low, high, n, and ringed where the value has a ring. title: of the x axis.
-    """
+def final_chart(rows: list[Row], names: Iterable[str], title: str) -> Spec:
+    """Final losses over doublings of x: a line for each of `names`, with a bar at each value. rows: setting, x, value,
+    low, high, n, and ringed where the value has a ring. title: of the x axis."""
+    series = [Series(name, style, {}) for name, style in styles_of_names(names).items()]
     ticks = sorted({row["x"] for row in rows})
     axis = {"values": ticks, "labelExpr": "format(datum.value, '~g')", "labelOverlap": True}
     place = {s.name: i - (len(series) - 1) / 2 for i, s in enumerate(series)}  # bars at one x stand side by side
@@ -463,21 +442,6 @@ def final_chart(rows: list[Row], series: Sequence[Series], title: str) -> Spec:
     }  # fmt: skip
 
 
-def stability_chart(finals: Mapping[str, Mapping[float, Sequence[float]]], stable: Mapping[str, float]) -> Spec:
-    """Mean of the final losses by learning rate, a line a variant; a ring: above its highest stable rate.
-
-    finals: variant -> learning rate -> final losses.
-    """
-    look = styles_of_names(finals)
-    rows = []
-    for variant, losses_at in finals.items():
-        for rate, losses in losses_at.items():
-            if losses:
-                drawn = row_of(Estimate(fmean(losses), min(losses), max(losses), len(losses)))
-                rows.append({"setting": variant, "x": rate, **drawn, "ringed": rate > stable[variant]})
-    return final_chart(rows, [Series(variant, look[variant], {}) for variant in finals], "learning rate")
-
-
 def difference_chart(family: Family) -> Spec:
     """A point for each fold or seed of each comparison; a bar for the mean's 95 % interval; a diamond for the mean,
     filled where the verdict tells A and B apart. Differences below `least` lie on a grey ground."""
@@ -497,14 +461,13 @@ def difference_chart(family: Family) -> Spec:
     difference = {"x": quantity("difference", title=title, axis=axis)}
     tooltip = {"tooltip": tooltips("pair:N", "run:N", "difference:.4f", "A:.4f", "B:.4f")}
     dots = marks("point", of_pair | difference | tooltip, filled=True, size=45, opacity=0.55)
-    zero = marks("rule", {"x": quantity("zero")}, strokeDash=[4, 3])
-    layers = [zero | {"data": {"values": [{"zero": 0}]}}, dots | {"data": {"name": "pairs"}}]
+    layers = [line_at_zero("x"), dots | {"data": {"name": "pairs"}}]
+    ends = {"x": quantity("low"), "x2": {"field": "high"}}
     if (least := family.asked.least) is not None:
-        ground = marks("rect", {"x": quantity("low"), "x2": {"field": "high"}}, color="#888888", opacity=0.12)
+        ground = marks("rect", ends, color="#888888", opacity=0.12)
         layers.insert(0, ground | {"data": {"values": [{"low": -least, "high": least}]}})
     base = of_pair | {"tooltip": tooltips("pair:N", "verdict on A:N", "mean:.4f", "low:.4f", "high:.4f", "n:Q")}
     if any(mean["low"] is not None for mean in means):  # a single pair has no interval
-        ends = {"x": quantity("low"), "x2": {"field": "high"}}
         layers.append(marks("rule", base | ends, where("isValid(datum.low)"), strokeWidth=3))
     for told in sorted({mean["told"] for mean in means}, reverse=True):  # Vega warns of a layer without rows
         which = where("datum.told" if told else "!datum.told")

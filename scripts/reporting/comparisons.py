@@ -19,33 +19,26 @@ TESTS = ("t", "Wilcoxon", "corrected t")
 
 @dataclass
 class Comparison:
-    """A - B, paired over the replicates that all of its settings have; of several folds the seeds of each are averaged
-    first.
+    """A - B, paired over the replicates that all of its settings have; of several folds the seeds are averaged
+    first."""
 
-    a, b: the names of A and B. terms: of the weighted sum A - B; A has the positive weights, B the negative ones.
-    values: replicate -> (A, B). planned: how many replicates all will have. diverged: in how many of these a run has.
-    shared: amount of validation text over that of training text, where the replicates are folds, which share training
-    text; else 0. grid: as in Estimate, of A - B.
-    p: of each of TESTS that can be made. "corrected t" takes (1/n + shared) sd^2 as the variance of the mean
-    (Nadeau and Bengio 2003). adjusted: p by Holm over the family. p_limits: 0 or a claimed difference -> p of the
-    test that decides against it, by Holm. estimate: with the plain interval; deciding: with that of the same
-    test. n_needed: pairs for 80 % power, for a difference of this size and spread.
-    """
-
-    a: str
+    a: str  # the name of A
     b: str
-    planned: int
-    values: dict[Replicate, tuple[float, float]]
-    shared: float = 0.0
-    diverged: int = 0
-    grid: float = 0.0
-    terms: Terms = ()
-    estimate: Estimate | None = None
-    deciding: Estimate | None = None
+    planned: int  # how many replicates all settings will have
+    values: dict[Replicate, tuple[float, float]]  # (A, B)
+    shared: float = 0.0  # amount of validation text over that of training text, where folds share training text
+    diverged: int = 0  # in how many of the planned replicates a run has
+    grid: float = 0.0  # as in Estimate, of A - B
+    terms: Terms = ()  # of the weighted sum A - B: A has the positive weights, B the negative ones
+    estimate: Estimate | None = None  # with the plain interval
+    deciding: Estimate | None = None  # with the interval of the test that decides
+    # of each of TESTS that can be made: "corrected t" takes (1/n + shared) sd^2 as the variance of the mean (Nadeau
+    # and Bengio 2003)
     p: dict[str, float] = field(default_factory=dict)
-    adjusted: dict[str, float | None] = field(default_factory=dict)
+    adjusted: dict[str, float | None] = field(default_factory=dict)  # p by Holm over the family
+    # 0 or a claimed difference -> p of the test that decides against it, by Holm
     p_limits: dict[float, float | None] = field(default_factory=dict)
-    n_needed: float | None = None
+    n_needed: float | None = None  # pairs for 80 % power, for a difference of this size and spread
 
     def __post_init__(self) -> None:
         if not (differences := self.independent_differences):
@@ -77,7 +70,6 @@ class Comparison:
 
     @property
     def deciding_test(self) -> str:
-        """The test that decides."""
         return "corrected t" if self.shared else "t"
 
     def verdict(self, less: str, more: str) -> str:
@@ -103,8 +95,8 @@ class Comparison:
 
 
 def adjust(family: Sequence[Comparison], limits: Sequence[float] = ()) -> None:
-    """Set Holm's adjusted p in each comparison of the family: for each test separately, for those that decide, and for
-    these against each of the limits."""
+    """Set Holm's adjusted p of each comparison: of each test, of the test that decides, and of that against each
+    limit."""
     for test in TESTS:
         for comparison, p in zip(family, numbers.holm([c.p.get(test) for c in family]), strict=True):
             comparison.adjusted[test] = p
@@ -201,10 +193,8 @@ def compared(
     values: Mapping[str, Mapping[Replicate, float]],
     step: float = 0.0,
 ) -> Comparison:
-    """A comparison, paired by seed and fold, over the folds that hold out the same text.
-
-    runs, values: of each setting. step: of the grid that each value is read off.
-    """
+    """A comparison, paired by seed and fold, over the folds that hold out the same text. runs, values: of each setting.
+    step: of the grid that each value is read off."""
     of_each = [runs[setting] for setting, _ in terms]
     common = [r for r in of_each[0] if all(r in of for of in of_each) and len({held_out(of[r]) for of in of_each}) == 1]
     done = [r for r in common if all(of[r].done for of in of_each) and not text_changed([of[r] for of in of_each])]

@@ -1,13 +1,15 @@
 """The figures of a report: which of a sweep's runs each chart shows, and its caption."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from statistics import fmean
 
 from scripts.reporting import charts
 from scripts.reporting.charts import LOSS, Figure, Series, Style
 from scripts.reporting.comparisons import Family, losses_along, shared_text, shares
-from scripts.reporting.numbers import within
+from scripts.reporting.numbers import Estimate, within
 from scripts.reporting.rates import by_rate, highest_stable, runs_by_rate
 from scripts.reporting.runs import POINTS, Curve, Replicate, Sweep
 from sweeps.definition import part_and_name
@@ -69,7 +71,7 @@ def loss_figure(series: Sequence[Series], title: str, end: str) -> Figure:
         "three values or more, over the means of folds where there are several. It holds their spread: whether two "
         "settings differ, the paired figures show."
     )
-    return Figure(f"loss{end}", title, charts.curves_chart(series, LOSS), caption + charts.remarks(series, LOSS))
+    return Figure(f"loss{end}", title, charts.curve_chart(series, LOSS), caption + charts.remarks(series, LOSS))
 
 
 def counted(numbers: Iterable[int]) -> str:
@@ -92,7 +94,7 @@ def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]]
     every = [s for series in panels.values() for s in series]
     words = in_words(key) + " per update" * (sweep.logged[key] == "sum")
     panels = {in_words(panel): series for panel, series in panels.items()}
-    chart = charts.panel_chart(panels, words) if len(panels) > 1 else charts.curves_chart(every, words)
+    chart = charts.panel_chart(panels, words) if len(panels) > 1 else charts.curve_chart(every, words)
     how = sweep.logged[key].replace("sum", "mean")
     span = f"; at most {POINTS} points, each the {how} of what was logged in its span"
     first = words[0].upper() if words[0].isascii() else words[0]  # α stays small
@@ -123,7 +125,7 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
                 what = f"validation loss minus that of {names[family.against]}"
             title = f"{what} (nats per token)"
             caption = ALONG + charts.remarks(series, title)
-            chart = charts.curves_chart(series, title, zero=True)
+            chart = charts.curve_chart(series, title, zero=True)
             figures.append(Figure(f"along{suffix(family.name)}", family.heading, chart, caption))
         if family.asked.x_of and (figure := range_figure(sweep, family)):
             figures.append(figure)
@@ -132,15 +134,14 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
             look = {family.pair_name(c): styles[c.terms[0][0]] for c in family.comparisons[0] if c.values}
             series = [Series(name, look[name], {}, estimates=of) for name, of in left.items()]
             title = f"share of the difference in {family.asked.share_of} that is left"
-            chart = charts.curves_chart(series, title, zero=True)
+            chart = charts.curve_chart(series, title, zero=True)
             figures.append(Figure(f"share{suffix(family.name)}", family.heading, chart, SHARE))
     return found
 
 
 def along(sweep: Sweep, family: Family) -> list[Series]:
-    """A − B in validation loss at the evaluations that both runs of a pair have. A pair has the style of its
-    first setting. Where all pairs would then have one colour, or two of them one colour and symbol, each pair has a
-    style of its own."""
+    """A − B in validation loss at the evaluations that both runs of a pair have. A pair has the style of its first
+    setting; where pairs would then look alike, or all have one colour, each has a style of its own."""
     pairs = [c for c in family.comparisons[0] if c.values]
     names = [family.pair_name(c) for c in pairs]
     of_settings, of_names = styles_of(sweep), charts.styles_of_names(names)
@@ -169,26 +170,25 @@ def range_figure(sweep: Sweep, family: Family) -> Figure | None:
     points = within(losses, shared_text([run for setting in losses for run in sweep.done(setting)]))
     if not points:
         return None
-    look = charts.styles_of_names(line for line, _ in places.values())
-    series = [Series(line, look[line], {}) for line in look]
     rows = [{"setting": line, "x": x, **charts.row_of(points[setting])} for setting, (line, x) in places.items()]
-    chart = charts.final_chart(rows, series, family.asked.x or "")
+    chart = charts.final_chart(rows, [line for line, _ in places.values()], family.asked.x or "")
     return Figure(f"final{suffix(family.name)}", family.heading, chart, FINAL.format(n=rows[0]["n"]))
 
 
 def rate_figures(sweep: Sweep) -> list[Figure]:
     """Where learning rates are swept: the final losses by rate, and each metric with a panel a rate."""
-    variants = by_rate(sweep)
-    styles, found = charts.styles_of_names(variants), []
-    runs = runs_by_rate(sweep)
-    finals = {
-        variant: {rate: [run.summary["val/loss"] for run in at_rate if run.done] for rate, at_rate in runs_at.items()}
-        for variant, runs_at in runs.items()
-    }
-    if max((sum(map(bool, losses.values())) for losses in finals.values()), default=0) > FEW:
-        n = counted(len(of) for losses in finals.values() for of in losses.values() if of)
-        stable = {variant: highest_stable(runs_at)[0] or 0.0 for variant, runs_at in runs.items()}
-        found.append(Figure("stability", sweep.title, charts.stability_chart(finals, stable), STABILITY.format(n=n)))
+    variants, runs, found, rows = by_rate(sweep), runs_by_rate(sweep), [], []
+    for variant, runs_at in runs.items():
+        stable = highest_stable(runs_at)[0] or 0.0
+        for rate, at_rate in runs_at.items():
+            if losses := [run.summary["val/loss"] for run in at_rate if run.done]:
+                bar = charts.row_of(Estimate(fmean(losses), min(losses), max(losses), len(losses)))
+                rows.append({"setting": variant, "x": rate, **bar, "ringed": rate > stable})
+    rates_of = Counter(row["setting"] for row in rows)
+    if max(rates_of.values(), default=0) > FEW:
+        caption = STABILITY.format(n=counted(row["n"] for row in rows))
+        found.append(Figure("stability", sweep.title, charts.final_chart(rows, runs, "learning rate"), caption))
+    styles = charts.styles_of_names(variants)
     by_key: dict[str, dict[str, list[Series]]] = {}
     for rate in sorted({rate for of in variants.values() for rate in of}):
         names = {of[rate]: variant for variant, of in variants.items() if rate in of}

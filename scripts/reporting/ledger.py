@@ -29,55 +29,43 @@ GROWTH = "growth of "
 
 @options
 class Part:
-    """A number of a row: sum of weight * (mean of a metric over the runs of a setting), paired by fold and seed.
-
-    weights: setting -> weight; with metric=STABLE, variant -> weight. metric: one of runs.csv, STABLE, or GROWTH's.
-    Of several folds the seeds of each are averaged.
-    file, key: a ratio in a JSON file of results/ instead, {"median": …, "low": …, "high": …}, shown as a share over 1.
-    """
+    """A number of a row: sum of weight * (mean of a metric over the runs of a setting), paired by fold and seed. Of
+    several folds the seeds of each are averaged. Or a ratio in a JSON file, shown as a share over 1."""
 
     label: str = ""
     study: str = ""
-    weights: dict[str, Any] = field(default_factory=dict)
-    metric: str = "val/loss_min"
-    file: str = ""
-    key: tuple[str, ...] = ()
+    weights: dict[str, Any] = field(default_factory=dict)  # setting -> weight; with metric=STABLE, variant -> weight
+    metric: str = "val/loss_min"  # one of runs.csv, STABLE, or GROWTH's
+    file: str = ""  # in results/
+    key: tuple[str, ...] = ()  # in it, of {"median": …, "low": …, "high": …}
 
 
 @options
 class Row:
-    """A claim. paper: its number there. parts: ours; each is tested, with Holm's correction over the row.
-
-    direction, size, least, limit: what is claimed, as in judge(); limit: that a number is below it. Without any of them
-    nobody claimed it, and the row has no verdict. verdict: one that is judged by hand. says: what words add.
-    Benchmarks store intervals alone: they are not corrected.
-    """
+    """A claim. Each of its parts is tested, with Holm's correction over the row; benchmarks store intervals alone,
+    which are not corrected. Without direction, size, least and limit nobody claimed it, and the row has no verdict."""
 
     claim: Annotated[str, NOT_EMPTY]
-    paper: str = "–"
-    parts: tuple[dict, ...] = ()
-    direction: Literal["lower", "higher"] | None = None
+    paper: str = "–"  # its number there
+    parts: tuple[dict, ...] = ()  # our numbers
+    direction: Literal["lower", "higher"] | None = None  # direction, size, least: what is claimed, as in judge()
     size: Annotated[float | None, POSITIVE] = None
     least: Annotated[float | None, POSITIVE] = None
-    limit: float | None = None
-    verdict: Literal["not tested", "reproduced", "excluded"] | None = None
-    says: str = ""
+    limit: float | None = None  # what is claimed: that a number is below it
+    verdict: Literal["not tested", "reproduced", "excluded"] | None = None  # one that is judged by hand
+    says: str = ""  # what words add
     scale: str = ""
     figure: str = ""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A part's number: its interval, what it was computed from, and p of the test that decides.
-
-    p: what it is tested against -> p; {} for a ratio of a benchmark. p_in_study: the same by Holm over the study's own
-    comparison, where it compares these two settings.
-    """
+    """A part's number: its interval, what it was computed from, and p of the test that decides."""
 
     estimate: Estimate
     scale: str
-    p: Mapping[float, float | None]
-    p_in_study: Mapping[float, float]
+    p: Mapping[float, float | None]  # what it is tested against -> p; {} for a ratio of a benchmark
+    p_in_study: Mapping[float, float]  # the same by Holm over the study's own comparison, where it has these settings
 
 
 def ledger(file: Path = RESULTS / "ledger.yaml") -> str:
@@ -111,8 +99,7 @@ def tested_against(row: Row) -> list[float]:
 
 
 def verdicts(row: Row, parts: Sequence[Part], found: Sequence[Found]) -> str:
-    """The verdict on each part, named where they differ. Every test is corrected by Holm over the row, and over the
-    study's own comparison."""
+    """The verdict on each part, named where they differ; by Holm over the row, and over the study's own comparison."""
     if row.verdict is not None or not found or (row.direction is None and row.limit is None):
         return row.verdict or "–"
     direction, origin = row.direction or "lower", row.limit or 0.0  # below a limit: lower than it

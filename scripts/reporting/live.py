@@ -125,10 +125,8 @@ def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
 
 
 def serve(live: LivePage, port: int) -> int:
-    """Answer GET of the pages and of their data, and nothing else.
-
-    A Host header of another name is refused: that is how a foreign site whose name leads to 127.0.0.1 would read along.
-    """
+    """Answer GET of the pages and of their data, and nothing else. A Host header of another name is refused: that is
+    how a foreign site whose name leads to 127.0.0.1 would read along."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 30  # seconds for a browser that connects and asks nothing

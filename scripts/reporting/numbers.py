@@ -18,10 +18,8 @@ from scripts.reporting.runs import Curve, Replicate
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and the ends of its t interval (95 % where nothing else is said), None for a single value.
-
-    grid: where the values are read off a grid, the mean of what they stand for is known to ± grid only.
-    """
+    """A mean and the ends of its t interval (95 % where nothing else is said), None for a single value. grid: where the
+    values are read off a grid, the mean of what they stand for is known to ± grid only."""
 
     mean: float
     low: float | None
@@ -46,10 +44,8 @@ def interval(values: Sequence[float], shared: float = 0.0, alpha: float = 0.05, 
 
 
 def paired_p(differences: Sequence[float], shared: float = 0.0, limit: float = 0.0, grid: float = 0.0) -> float | None:
-    """p of the paired t test against `limit`, shared, grid: as in interval(); None where the differences do not vary.
-
-    grid counts against another limit than 0 alone: what is equal has equal readings, whatever the grid.
-    """
+    """p of the paired t test against `limit`; None where the differences do not vary. shared, grid: as in interval();
+    grid counts against another limit than 0 alone: what is equal has equal readings, whatever the grid."""
     n, distance = len(differences), abs(fmean(differences) - limit)
     if n < 2 or not vary(differences):
         return None
@@ -63,10 +59,8 @@ def vary(values: Sequence[float]) -> bool:
 
 
 def ratio(pairs: Sequence[tuple[float, float]], shared: float = 0.0) -> Estimate | None:
-    """The mean of the first numbers over that of the second, with Fieller's interval; shared: as in interval().
-
-    None where the interval has no ends: below two pairs, and where the second mean cannot be told from 0.
-    """
+    """The mean of the first numbers over that of the second, with Fieller's interval. None where it has no ends: below
+    two pairs, and where the second mean cannot be told from 0. shared: as in interval()."""
     n = len(pairs)
     if n < 2:
         return None
@@ -108,19 +102,11 @@ def of_several_folds(replicates: Iterable[Replicate]) -> bool:
     return len({fold for _, fold in replicates if fold is not None}) > 1
 
 
-def by_number(replicate: Replicate) -> tuple[int, int]:
-    """The order of replicates; those without a fold come first."""
-    seed, fold = replicate
-    return seed, -1 if fold is None else fold
-
-
 def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0) -> dict[str, Estimate]:
-    """Name -> mean over the replicates that all names have, with an interval free of what these have in common.
-
-    The mean of a replicate over the N names is taken out of its values, and N / (N - 1) makes up for the variance that
-    goes with it (Morey 2008). Returns {} where no replicate has all names. shared: as in interval().
-    """
-    common = sorted(set.intersection(*map(set, values.values())), key=by_number) if values else []
+    """Name -> mean over the replicates that all names have, with an interval free of what these have in common: the
+    mean of a replicate over the N names is taken out of its values, and N / (N - 1) makes up for the variance that goes
+    with it (Morey 2008). {} where no replicate has all names. shared: as in interval()."""
+    common = [r for r in next(iter(values.values()), {}) if all(r in of for of in values.values())]
     if not common:
         return {}
     rows = {name: independent({r: of[r] for r in common}, shared > 0) for name, of in values.items()}
@@ -137,8 +123,7 @@ def within(values: Mapping[str, Mapping[Replicate, float]], shared: float = 0.0)
 
 
 def mean_curve(curves: Mapping[Replicate, Curve]) -> dict[int, Estimate]:
-    """Iteration -> mean over the curves, at the iterations that all of them have. Of several folds the seeds of each
-    are averaged first."""
+    """Iteration -> mean over the curves, where all of them have it; of several folds the seeds are averaged first."""
     common = set.intersection(*map(set, curves.values())) if curves else set[int]()
     folds = of_several_folds(curves)
     return {i: interval(independent({r: of[i] for r, of in curves.items()}, folds)) for i in sorted(common)}
@@ -181,12 +166,10 @@ def judge(
     least: float | None = None,
     p: Mapping[float, float | None] = MappingProxyType({}),
 ) -> Verdict:
-    """The verdict on the claim that a difference is lower or higher (`direction`), from its interval.
-
-    size: the claim's, given only where the runs have the claim's own scale; without it the direction alone is judged.
-    least: the least difference worth having. p: 0 or one of claimed_limits() -> p of the test against it, by Holm over
-    the family: above 0.05 the interval counts as one that covers this difference.
-    """
+    """The verdict on the claim that a difference is lower or higher (`direction`), from its interval. size: the
+    claim's, given only where the runs have the claim's own scale; without it the direction alone is judged. least: the
+    least difference worth having. p: 0 or one of claimed_limits() -> p of the test against it, by Holm over the family:
+    above 0.05 the interval counts as one that covers this difference."""
     if estimate is None or estimate.low is None or estimate.high is None or estimate.low == estimate.high:
         return "not tested"  # no spread: no test
     sign = 1 if direction == "higher" else -1

@@ -19,7 +19,7 @@ from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
 from scripts.reporting.comparisons import Family, shares
 from scripts.reporting.figures import difference_figure, family_figures, part_figures, rate_figures
-from scripts.reporting.runs import Run, Sweep
+from scripts.reporting.runs import Sweep
 from scripts.reporting.tables import Table
 from sweeps.plan import temperature_note, unknown_points
 
@@ -43,6 +43,7 @@ STILL_FALLING = (
     "**All {n} runs that are done have their lowest validation loss at their last evaluation**: longer runs may change "
     "the order."
 )
+END = "<!-- end -->"  # of what a script writes into a page of Markdown
 FOLD_ABOVE = 20  # rows: the page folds a longer table without a title
 OPEN_FILES = 64
 
@@ -95,8 +96,9 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
     corrected = "Interval and p are corrected for the text that folds share. " * several_folds
     said = CONCLUSIONS.format(corrected=corrected) + CLAIMS * any(family.asked.claim for family in families)
     done = [run for run in sweep.runs if run.done and run.losses]
-    falling = [STILL_FALLING.format(n=len(done))] * (len(done) > 1 and all(at_its_end(run) for run in done))
-    sections = [Section("Conclusions", [said, *falling, *conclusions])] if conclusions else []
+    falling = all(run.losses[max(run.losses)] == min(run.losses.values()) for run in done)
+    warned = [STILL_FALLING.format(n=len(done))] if falling and len(done) > 1 else []
+    sections = [Section("Conclusions", [said, *warned, *conclusions])] if conclusions else []
     sections += [
         Section(
             sweep.title_of(part) if part else "The settings",
@@ -141,10 +143,6 @@ def was_planned(sweep: Sweep, family: Family) -> bool:
     return any(all(sweep.runs_of(setting) for setting, _ in c.terms) for c in family.comparisons[0])
 
 
-def at_its_end(run: Run) -> bool:
-    return run.losses[max(run.losses)] == min(run.losses.values())
-
-
 def with_notes(title: str, *items: Table | Figure) -> Section:
     """A section that begins with the paragraphs under its title in notes.md."""
     text = NOTES.read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0]
@@ -155,12 +153,12 @@ def figures_of(sections: Sequence[Section]) -> list[Figure]:
     return [item for section in sections for item in section.items if isinstance(item, Figure)]
 
 
-def with_block(text: str, begin: str, end: str, block: str) -> str:
-    """The text with `block` between its two marks. Raises: ConfigError where it lacks one."""
+def with_block(text: str, begin: str, block: str) -> str:
+    """The text with `block` between the marks `begin` and END. Raises: ConfigError where it lacks one."""
     before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
-    require(bool(found and closed), f"no place between {begin.strip()} and {end}")
-    return f"{before}{begin}{block}{end}{after}"
+    _, closed, after = rest.partition(END)
+    require(bool(found and closed), f"no place between {begin.strip()} and {END}")
+    return f"{before}{begin}\n{block}\n{END}{after}"
 
 
 def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) -> str:
@@ -183,7 +181,7 @@ def markdown(title: str, about: Mapping[str, str], sections: Sequence[Section]) 
 
 
 def body(sections: Sequence[Section]) -> str:
-    """The sections in HTML, with a place for each chart."""
+    """Contents and sections in HTML, with a place for each chart."""
 
     def text(item: str | Table | Figure | Markup) -> str:
         if isinstance(item, Markup):
@@ -202,7 +200,8 @@ def body(sections: Sequence[Section]) -> str:
             marked = re.sub(f"{mark}(.+?){mark}", rf"<{tag}>\1</{tag}>", marked)
         return f"<p>{marked}</p>"
 
-    found = []
+    links = [f'<li><a href="#section-{i}">{html.escape(of.title)}</a></li>' for i, of in enumerate(sections)]
+    found = [f"<nav><details><summary>Contents</summary><ol>{''.join(links)}</ol></details></nav>\n"]
     for i, section in enumerate(sections):
         items = "\n".join(map(text, section.items))
         inner = f'<div class="grid">\n{items}\n</div>' if section.grid else items
@@ -219,9 +218,7 @@ def require_open_files() -> None:
 
 def page(content: Content, live: bool = False) -> str:
     """report.html: one page that needs no other file and no network. Its charts and Vega's runtime are compressed.
-
-    live: it asks for data.json, which has Content.shown(), every few seconds.
-    """
+    live: it asks for data.json, which has Content.shown(), every few seconds."""
     require_open_files()
     runtime = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]  # its stub asks for more
     shown = content.shown()

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from scripts.reporting.numbers import by_number
 from scripts.reporting.runs import Replicate, Run, Sweep
 
 WORSE = 0.5  # nats above an untrained model
@@ -45,7 +44,8 @@ def final_means(runs_at: Mapping[float, Sequence[Run]], key: str = "val/loss") -
 def stable_by_replicate(runs_at: Mapping[float, Sequence[Run]]) -> dict[Replicate, float | None]:
     """The highest stable rate of each seed and fold alone, over the rates at which it has a run."""
     found = {}
-    for replicate in sorted({run.replicate for runs in runs_at.values() for run in runs}, key=by_number):
+    every = {run.replicate for runs in runs_at.values() for run in runs}
+    for replicate in sorted(every, key=lambda of: (of[0], -1 if of[1] is None else of[1])):
         alone = {rate: [run for run in runs if run.replicate == replicate] for rate, runs in runs_at.items()}
         found[replicate] = highest_stable({rate: runs for rate, runs in alone.items() if runs})[0]
     return found

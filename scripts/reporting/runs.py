@@ -30,10 +30,8 @@ def replicate_name(replicate: Replicate) -> str:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of each run. less, more: how a verdict calls a difference; spec: the format of a difference.
-
-    reduction: of the run's curve to the number (REDUCTIONS); None: train.py wrote it into the run's summary.
-    """
+    """A number of each run. less, more: how a verdict calls a difference; spec: the format of a difference. reduction:
+    of the run's curve to the number (REDUCTIONS); None: train.py wrote it into the run's summary."""
 
     key: str
     name: str
@@ -64,20 +62,16 @@ METRICS = [
 
 @dataclass(frozen=True)
 class Run:
-    """A row of the table of runs. Only a run that is done or diverged has a summary and curves.
-
-    settings: the points of the grid that come to this run. config: what train.py was given, flat. summary: its final
-    numbers, with those of the definition's `also`. curves: of val/loss, and of what `also` names, thinned.
-    """
+    """A row of the table of runs. Only a run that is done or diverged has a summary and curves."""
 
     id: str
-    settings: list[str]
+    settings: list[str]  # the points of the grid that come to this run
     seed: int
     fold: int | None
-    config: dict[str, Any]
+    config: dict[str, Any]  # what train.py was given, flat
     state: State
-    summary: dict[str, Any] = field(default_factory=dict)
-    curves: dict[str, Curve] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)  # final numbers, with those of the definition's `also`
+    curves: dict[str, Curve] = field(default_factory=dict)  # of val/loss, and of what `also` names, thinned
 
     @property
     def losses(self) -> Curve:
@@ -94,13 +88,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """name: of the folder in results/. about: sweep.json, which has the definition, and the commits that planned it.
-
-    live: for a page that shows runs while they train.
-    """
+    """A sweep with its runs. name: of the folder in results/. live: for a page that shows runs while they train."""
 
     name: str
-    about: dict[str, Any]
+    about: dict[str, Any]  # sweep.json, which has the definition, and the commits that planned it
     definition: Definition
     runs: list[Run]
     live: bool = False
@@ -215,10 +206,8 @@ def read_definition(sweep_dir: Path, name: str, live: bool = False) -> Sweep:
 
 
 def read_run(sweep_dir: Path, plan: PlannedRun, sweep: Sweep) -> Run:
-    """A run from its files.
-
-    A run whose status is "done" is failed where its files are damaged, and stopped where its length is not the plan's.
-    """
+    """A run from its files. One whose status is "done" is failed where its files are damaged, and stopped where its
+    length is not the plan's."""
     path, state, max_iters = sweep_dir / plan.id, state_of(sweep_dir, plan), plan.config.max_iters
     row = partial(Run, plan.id, plan.points, plan.seed, plan.fold, flatten(asdict(plan.config)))
     keys = ["val/loss", "train/loss", *sweep.logged]
@@ -266,10 +255,8 @@ POINTS = 100  # how many of each curve are kept of a metric other than the valid
 
 
 def thinned(curve: Curve, how: str) -> dict[int, float]:
-    """A curve of at most POINTS values: one for each of as many equal spans, at the span's last iteration.
-
-    how: the metric's own reduction (REDUCTIONS), so that a maximum keeps its peaks.
-    """
+    """A curve of at most POINTS values: one for each of as many equal spans, at the span's last iteration. how: the
+    metric's own reduction (REDUCTIONS), so that a maximum keeps its peaks."""
     width = math.ceil((max(curve) + 1) / POINTS)
     spans: dict[int, dict[int, float]] = {}
     for i, value in curve.items():
@@ -283,14 +270,9 @@ def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str
     missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
     require(not missing, f"summary.json has no {', '.join(missing)}")
     summary |= evaluation(path, [summary["iter_of_min"], summary["iter"]])
-    records = summary.pop("records", None) or {}
-    if (sha256 := records.get("metrics.jsonl")) and (path / "metrics.jsonl").is_file():
-        try:
-            same = file_sha256(path / "metrics.jsonl") == sha256
-        except OSError as error:
-            raise ConfigError(f"metrics.jsonl cannot be read: {error.strerror}") from error
-        require(same, "metrics.jsonl has changed since the run ended")
-    curves = read_curves(path, keys)
+    curves, records = read_curves(path, keys), summary.pop("records", None) or {}
+    same = records.get("metrics.jsonl") in (None, file_sha256(path / "metrics.jsonl"))
+    require(same, "metrics.jsonl has changed since the run ended")
     known = curves.get("val/loss", {}).get(summary["iter_of_min"]) == summary["val/loss_min"]
     require(known, "the minimum of summary.json is not in metrics.jsonl")
     return summary, curves

@@ -76,9 +76,9 @@ def read_stored(folder: Path, name: str) -> Sweep:
     kinds = {"definition": dict, "config": dict, "sha256": dict, "planned": list}
     missing = [key for key, kind in kinds.items() if not isinstance(about.get(key), kind)]
     require(not missing, f"from={folder} holds no report (its provenance.json has no {', '.join(missing)})")
-    good = all(isinstance(one, dict) and is_texts(one.get("overrides")) for one in about["planned"])
+    asked = [one.get("overrides") if isinstance(one, dict) else None for one in about["planned"]]
+    good = all(isinstance(words, list) and all(isinstance(word, str) for word in words) for words in asked)
     require(good, f"from={folder}: planned in its provenance.json must name overrides")
-    require(is_texts(about.get("drawn", [])), f"from={folder}: drawn in its provenance.json must be names")
     definition = about["definition"]
     sweep = Sweep(name, {"sweep": definition, "frozen": about["planned"]}, check_sweep(definition), [])
     measured = columns_of(sweep)
@@ -96,10 +96,6 @@ def read_stored(folder: Path, name: str) -> Sweep:
         raise ConfigError(f"from={folder} cannot be read: {' '.join(str(error).split())[:300]}") from error
     require(len(sweep.runs) > 0, f"from={folder} holds no run")
     return sweep
-
-
-def is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def read_row(row: dict[str, str], measured: Sequence[str], common: dict[str, Any], curves: dict[str, Curve]) -> Run:

@@ -51,27 +51,21 @@ LOSS_KEY, LOGIT_KEY = "val/loss_min", "max attn/max_logit"
 
 @dataclass(frozen=True)
 class Entry:
-    """A row. settings: of its first final run, flat, with the hashes of its plugins. means: learning rate -> mean loss
-    over the seeds of the grid; tried: all its rates. loss: of the final runs; lost: how many of these are not done.
-
-    against: its difference to BASELINE, of the same machine; wide: with its interval at LEVEL. ratios: time of an
-    update, and of a decoded token, over PLAIN, with their intervals. about: machine, date, commit, by. status: "" or
-    why the row does not count any more.
-    """
+    """A row of the board."""
 
     name: str
-    settings: Mapping[str, Any]
-    means: dict[float, float]
-    tried: Sequence[float]
-    loss: Estimate
-    lost: int
-    against: Comparison | None
-    wide: Estimate | None
-    logit: float | None
+    settings: Mapping[str, Any]  # of its first final run, flat, with the hashes of its plugins
+    means: dict[float, float]  # learning rate -> mean loss over the seeds of the grid
+    tried: Sequence[float]  # all learning rates
+    loss: Estimate  # of the final runs
+    lost: int  # how many final runs are not done
+    against: Comparison | None  # its difference to BASELINE, of the same machine
+    wide: Estimate | None  # the same with its interval at LEVEL
+    logit: float | None  # the largest
     parameters: float | None
-    ratios: tuple[Estimate | None, Estimate | None]
-    about: Mapping[str, str]
-    status: str = ""
+    ratios: tuple[Estimate | None, Estimate | None]  # time of an update, of a decoded token, over PLAIN
+    about: Mapping[str, str]  # machine, date, commit, by
+    status: str = ""  # why the row does not count any more
 
     @property
     def verdict(self) -> str:
@@ -89,10 +83,8 @@ class Entry:
 
 
 def mean_losses(grid: Sweep) -> dict[str, dict[float, float]]:
-    """Contestant -> learning rate -> mean loss, of the rates at which every run is done.
-
-    Raises: ConfigError where a contestant has no such rate.
-    """
+    """Contestant -> learning rate -> mean loss, of the rates at which every run is done. Raises: ConfigError where a
+    contestant has no such rate."""
     found = {name: final_means(runs_at, LOSS_KEY) for name, runs_at in runs_by_rate(grid).items()}
     require(bool(found), f"{grid.name} has no contestant with several learning rates")
     none = [name for name, means in found.items() if not means]
@@ -157,10 +149,8 @@ def read_entries(path: Path, about: Mapping[str, str]) -> list[Entry]:
 
 
 def by_folder(folder: Path) -> dict[Path, Entry]:
-    """Folder of an entry -> its row; a row that opened the board has a key of that kind, and no folder.
-
-    Of each name the latest row that is not withdrawn counts: NAME, before NAME.2, NAME.1, and the opening's.
-    """
+    """Folder of an entry -> its row; a row that opened the board has a key of that kind, and no folder. Of each name
+    the latest row that is not withdrawn counts: NAME, before NAME.2, NAME.1, and the opening's."""
     every, counted = {folder / row.name: row for row in opened(folder)}, dict[str, Path]()
     paths = [file.parent for file in (folder / "entries").glob("*/entry.yaml")]
     for path in paths:
@@ -184,10 +174,8 @@ def by_folder(folder: Path) -> dict[Path, Entry]:
 
 
 def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) -> list[Entry]:
-    """The contestants of the grid. times: the folder of train.json and decode.json. about: as in Entry.
-
-    Raises: ConfigError where the final sweep has a contestant that the grid lacks, or not at its best rate.
-    """
+    """The contestants of the grid. times: the folder of train.json and decode.json. about: as in Entry. Raises:
+    ConfigError where the final sweep has a contestant that the grid lacks, or not at its best rate."""
     rates, means = runs_by_rate(grid), mean_losses(grid)
     names = [name for name in final.settings if name in means or name != BASELINE]
     require(all(name in means for name in names), f"{grid.name} lacks some of {', '.join(names)}")
@@ -217,9 +205,7 @@ def entries(grid: Sweep, final: Sweep, times: Path, about: Mapping[str, str]) ->
 
 def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Estimate]:
     """Name of a contestant -> median of its time over that of the first, with its interval; {} where there is no file.
-
-    Raises: ConfigError where a benchmark of these contestants did not write it.
-    """
+    Raises: ConfigError where a benchmark of these contestants did not write it."""
     if not file.exists():
         return {}
     told = f"{file} does not time contestants: scripts/track.py enter= writes it"
