@@ -24,7 +24,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from core.device import total_memory
-from core.files import FOLDERS, file_sha256, parse_object, read_json, read_regular, sealed
+from core.files import ANYWHERE, FOLDERS, file_sha256, open_regular, parse_object, read_json, read_regular, sealed
 from core.process import is_out_of_memory
 from core.schema import ConfigError, one_line, require
 
@@ -229,14 +229,20 @@ def load(path: Path) -> Checkpoint:
     tensors: dict[str, dict[str, Tensor]] = {}
     for name in files:
         if match := TENSOR_FILE.fullmatch(name):
-            try:  # clone: load_file maps the file, which may be pruned while the tensors are in use
+            try:  # clone: the file may be pruned while the tensors are in use
                 with errors_as_corrupt(path / name):
-                    tensors[match[1]] = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
+                    tensors[match[1]] = {key: tensor.clone() for key, tensor in mapped_tensors(path / name).items()}
             except SafetensorError as error:
                 raise CorruptCheckpoint(f"{path / name}: {error}") from error
     with damage_as_corrupt(path / STATE), errors_as_corrupt(path / STATE):
         state = parse_object(read_regular(path / STATE))
     return Checkpoint(path, step, tensors, state)
+
+
+def mapped_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, memory-mapped. Raises: OSError, SafetensorError."""
+    with open_regular(file, within=ANYWHERE) as opened:  # safetensors refuses a path that is no UTF-8
+        return load_file(f"/proc/self/fd/{opened.fileno()}")
 
 
 def verify(path: Path) -> tuple[int, list[str]]:

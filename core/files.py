@@ -89,10 +89,9 @@ def file_sha256(path: Path, limit: float = LINES_BYTES, within: Path = ANYWHERE)
 def cache_folder() -> Path:
     """The folder of downloads, tokens and compiled kernels: $XDG_CACHE_HOME/nanoqk, by default ~/.cache/nanoqk; without
     a home, as in some containers, in the temporary folder. It may be read-only: callers must handle OSError."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "nanoqk"
-    home = os.path.expanduser("~")
-    return Path(tempfile.gettempdir(), f"nanoqk-{os.getuid()}") if home == "~" else Path(home, ".cache", "nanoqk")
+    bases = (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache"))
+    base = next(filter(os.path.isabs, bases), None)  # never one in the current folder: compiled kernels are code
+    return Path(base, "nanoqk") if base else Path(tempfile.gettempdir(), f"nanoqk-{os.getuid()}")
 
 
 def config_folder() -> Path:

@@ -139,20 +139,27 @@ def encoded(text: str, sha256: str, tokenizer: Tokenizer) -> np.ndarray:
 def cached(key: str, make: Callable[[], bytes]) -> np.ndarray:
     """The bytes of the cache file `key`, uint8; if it is absent or damaged, those of `make`, which are then cached."""
     path = cache_folder() / key
-    if (found := read_cached(path)) is not None:
+    if (found := read_cached(path, key)) is not None:
         return found
     with creating(path):
-        if (found := read_cached(path)) is not None:  # another process has made it
+        if (found := read_cached(path, key)) is not None:  # another process has made it
             return found
         content = make()
-        write_cache(path, hashlib.sha256(content).digest() + content, "computes it again")
+        write_cache(path, seal(key, content) + content, "computes it again")
     return np.frombuffer(content, dtype=np.uint8)
 
 
-def read_cached(path: Path) -> np.ndarray | None:
-    """The content of a cache file, memory-mapped; None where it is absent or damaged. It begins with its SHA-256."""
+def read_cached(path: Path, key: str) -> np.ndarray | None:
+    """The content of a cache file, memory-mapped; None where it is absent or damaged. It begins with its seal."""
     try:
         raw = np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError):  # absent, or empty
         return None
-    return raw[32:] if hashlib.sha256(raw[32:].data).digest() == raw[:32].tobytes() else None
+    return raw[32:] if seal(key, raw[32:].data) == raw[:32].tobytes() else None
+
+
+def seal(key: str, content: bytes | memoryview) -> bytes:
+    """SHA-256 of a cache file's key and content: a file under another name is damaged, too."""
+    found = hashlib.sha256(key.encode())
+    found.update(content)
+    return found.digest()

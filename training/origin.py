@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from core import checkpoint
@@ -143,7 +142,7 @@ def read_run(folder: Path) -> Origin:
 
 
 def read_folder(file: Path) -> Origin:
-    theirs, weights = read_json(file.parent / "config.json", ANYWHERE), load_file(file)
+    theirs, weights = read_json(file.parent / "config.json", ANYWHERE), checkpoint.mapped_tensors(file)
     if theirs.get("model_type") == "gpt2":
         weights = gpt2_names(weights, tied=theirs.get("tie_word_embeddings", True))
     config = settings_from(theirs, weights)

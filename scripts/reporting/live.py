@@ -20,12 +20,13 @@ from core.process import say
 from core.schema import ConfigError
 from scripts.reporting.comparisons import Family, compared_families
 from scripts.reporting.one_run import RunFiles, duration, headline, run_outline, single_run
-from scripts.reporting.page import Content, Markup, Section, outline, page, require_open_files
+from scripts.reporting.page import OPEN_FILES, Content, Markup, Section, outline, page, require_open_files
 from scripts.reporting.runs import read_definition
 from scripts.reporting.tables import facts
 from sweeps.plan import read_plan
 from sweeps.status import FINAL, STATES, tally
 
+CLIENTS = 64  # that are served at a time: drawing needs open files, too
 SHARE = 0.1  # of a core, at most, for making pages
 
 
@@ -120,7 +121,7 @@ def run_list(runs: Iterable[RunFiles]) -> Markup:
 
 def watch(sweep_dir: Path, run: Path | None, port: int) -> int:
     """Serve the page until Ctrl-C. Raises: ConfigError."""
-    require_open_files()
+    require_open_files(OPEN_FILES + CLIENTS)
     return serve(LivePage(sweep_dir.resolve(), None if run is None else run.resolve()), port)
 
 
@@ -155,6 +156,9 @@ def serve(live: LivePage, port: int) -> int:
             """The terminal shows the address alone."""
 
     class Server(ThreadingHTTPServer):
+        def verify_request(self, *_: Any) -> bool:
+            return threading.active_count() <= CLIENTS  # each has a thread; of more the connection is closed
+
         def handle_error(self, *_: Any) -> None:
             if not isinstance(sys.exception(), ConnectionError):  # the page was closed
                 traceback.print_exc()

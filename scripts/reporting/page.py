@@ -209,11 +209,11 @@ def body(sections: Sequence[Section]) -> str:
     return "".join(found)
 
 
-def require_open_files() -> None:
+def require_open_files(n: int = OPEN_FILES) -> None:
     """Raise ConfigError where a process may open fewer files than drawing takes: vl-convert would end in a panic."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    enough = most >= OPEN_FILES or most == resource.RLIM_INFINITY
-    require(enough, f"ulimit -n {most} is too low: a page of charts takes {OPEN_FILES} open files")
+    enough = most >= n or most == resource.RLIM_INFINITY
+    require(enough, f"ulimit -n {most} is too low: a page of charts takes {n} open files")
 
 
 def page(content: Content, live: bool = False) -> str:
