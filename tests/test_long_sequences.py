@@ -10,7 +10,7 @@ from conftest import needs_compiler
 from helpers.runs import assert_same_run, configured
 from torch import Tensor, nn
 from torch.nn import functional as F
-from variants import LAYOUTS, V, build, config_of, random_tokens, seeing
+from variants import LAYOUTS, V, build, config_of, fresh, random_tokens, seeing
 
 import train
 from core.dist import World
@@ -138,8 +138,7 @@ class LossAlone(nn.Module):
 def test_a_model_seeing_the_future_is_found_at_any_length(T: int, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it starts, in bf16, where one of 640 tokens hardly moves the others: with logits, by the last block's output
     and from the loss alone, whether the first 128 tokens are tried or all."""
-    gpt = GPT(config_of("gqa", "rms", block_size=T, n_layer=1).gpt, V).train()
-    gpt.init_weights(0)
+    gpt = fresh(config_of("gqa", "rms", block_size=T, n_layer=1)).train()
     idx = random_tokens(1, T)
     calls: list[int] = []
     gpt.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].size(1)))
@@ -258,8 +257,7 @@ def test_activations_and_gradients_of_logits_are_the_most_that_an_update_holds(
 ) -> None:
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", limit)
     config = config_of("mha", "rms", n_layer=2, block_size=128, activation_checkpointing=checkpointing)
-    gpt = GPT(config.gpt, 4096).train()
-    gpt.init_weights(0)
+    gpt = fresh(config, vocab_size=4096).train()
     machine, idx = Machine(World(), torch.device("cpu"), dtype), torch.randint(4096, (2, 128))
     accumulate_gradients(gpt, iter([(idx, idx)]), 1, machine)  # the weights' gradients stay, as between micro-batches
     with torch.profiler.profile(profile_memory=True) as profiler:

@@ -20,7 +20,7 @@ import yaml
 from conftest import QK_NORM_VARIANTS, TINY, Program, exit_status, fork, write_corpus
 from helpers.runs import assert_halves_equal_straight, configured, lines
 from helpers.sweeps import tiny_sweep
-from variants import ALL_PAIRS, LAYOUTS, config_of
+from variants import ALL_PAIRS, LAYOUTS, config_of, fresh
 
 import nanoqk
 import train
@@ -201,16 +201,13 @@ def test_nothing_is_imported_from_a_run_dir(held: list[str], tmp_path: Path, mon
 
 def test_no_norm_of_ours_is_said_to_keep_attention_uniform() -> None:
     for attention, norm in ALL_PAIRS:
-        gpt = GPT(config_of(attention, norm).gpt, 11)
-        gpt.init_weights(0)
+        gpt = fresh(config_of(attention, norm))
         assert all(logit_bound(layer) >= 1 for layer in gpt.attentions), (attention, norm)
     for chosen in QK_NORM_VARIANTS.values():
-        gpt = GPT(config_of("mha", chosen, n_embd=4).gpt, 11)  # one channel a head
-        gpt.init_weights(0)
+        gpt = fresh(config_of("mha", chosen, n_embd=4))  # one channel a head
         assert logit_bound(gpt.attentions[0]) >= 0.99 or chosen.name == "layernorm"  # which maps one channel to 0
     for norm, bound in (("none", math.inf), ("rms_whole", 16.0)):  # one head of four has all the length: 8 * 8 / 4
-        gpt = GPT(config_of("mha", norm, n_embd=64).gpt, 11)
-        gpt.init_weights(0)
+        gpt = fresh(config_of("mha", norm, n_embd=64))
         assert logit_bound(gpt.attentions[0]) == pytest.approx(bound, rel=1e-4)
     del gpt.attentions[0].k_norm
     assert logit_bound(gpt.attentions[0]) == math.inf  # keys without a norm
@@ -223,8 +220,7 @@ def test_the_bound_is_reached_by_a_key_that_equals_the_query(layout: str, monkey
             return 1 / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
     monkeypatch.setitem(QK_NORMS, "rms", Unit)
-    gpt = GPT(config_of(layout, "rms").gpt, 11)
-    gpt.init_weights(0)
+    gpt = fresh(config_of(layout, "rms"))
     blocks = 2 if layout.startswith("mla") and layout != "mla_unified" else 1
     for layer in gpt.attentions:
         assert logit_bound(layer) == pytest.approx(blocks * layer.logit_scale.softmax_scale, rel=1e-5)
