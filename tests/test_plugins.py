@@ -525,15 +525,11 @@ def strange(trained: Path, tmp_path: Path) -> Callable[[str], Path]:
 
     def named(plugin: str) -> Path:
         run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
-        for file in (run / "config.yaml", *run.glob("ckpt/step_*/state.json")):
-            known = yaml.safe_load(file.read_text()) if file.suffix == ".yaml" else json.loads(file.read_text())
-            known.get("config", known)["plugins"] = [plugin]
-            file.write_text(json.dumps(known))
-            if file.suffix == ".json":
-                manifest = json.loads((file.parent / "MANIFEST.json").read_text())
-                found = {name: checkpoint.measure(file.parent / name) for name in manifest["files"]}
-                whole = checkpoint.render(manifest["format"], manifest["step"], found)
-                (file.parent / "MANIFEST.json").write_text(whole)
+        config = yaml.safe_load((run / "config.yaml").read_text()) | {"plugins": [plugin]}
+        (run / "config.yaml").write_text(json.dumps(config))
+        for saved in [checkpoint.load(step) for step in sorted(run.glob("ckpt/step_*"))]:
+            state = saved.state | {"config": saved.state["config"] | {"plugins": [plugin]}}
+            checkpoint.save(run / "ckpt", saved.step, saved.tensors, state, best=True)
         return run
 
     return named
@@ -653,11 +649,8 @@ def test_a_plugin_that_ends_the_program_is_named(
 ) -> None:
     (tmp_path / "mine.yaml").write_text(json.dumps({"overrides": words}))
     script, *asked = command.split()
-    ending = {
-        "import": ("raise SystemExit(0)\n" + PLUGIN, 2),
-        "forward pass": (PLUGIN.replace("return x[", "exit(); x["), 1),
-    }
-    for text, status in ending.values():
+    at_import, in_a_forward_pass = "raise SystemExit(0)\n" + PLUGIN, PLUGIN.replace("return x[", "exit(); x[")
+    for text, status in ((at_import, 2), (in_a_forward_pass, 1)):
         (tmp_path / "halves.py").write_text(text)
         ended = forked(script, *(asked or [*words, "out_dir=o"]), status=status)
         assert "SystemExit: " in ended.stderr + ended.stdout and "Traceback" not in ended.stderr
