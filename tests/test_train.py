@@ -345,14 +345,6 @@ def test_the_program_trains_evaluates_and_starts_afresh(forked: Program, tiny_ru
     assert lines(run) == lines(tmp_path / "run.old-1")
 
 
-def test_default_run_directories_differ_by_what_decides_the_numbers(corpus: Path, tmp_path: Path) -> None:
-    lp = {"qk_norm": {"name": "lp"}, "data": {"name": "text", "path": str(corpus), "fold": 3}}
-    changed: list[dict[str, Any]] = [{}, {"seed": 2}, lp, {"eval_interval": 1}]
-    names = [replace(configured(corpus, tmp_path, **changes), out_dir=None).run_dir for changes in changed]
-    assert len(set(names)) == 3 and names[0] == names[3]  # a changed interval continues the first run
-    assert names[2].parent == Path("runs") and "-lp_p2_matched-text-fold3-s1337-" in names[2].name
-
-
 def test_dry_run_prints_costs_and_writes_nothing(forked: Program, tiny_run: list[str], tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     done = forked("train.py", *tiny_run, "dry_run=true", "qk_norm=lp", "qk_norm.p=inf")
