@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -17,7 +18,7 @@ from training.schedule import learning_rate
     ],
 )
 def test_a_rate_rises_by_a_line_falls_by_its_formula_and_is_flat_then(
-    options: type[DecayOptions], last: int, remaining: dict[int, float], min_lr: float
+    options: Callable[..., DecayOptions], last: int, remaining: dict[int, float], min_lr: float
 ) -> None:
     """last: the last iteration at the full rate; WSD decays over the last fifth. remaining: iteration -> the share of
     the way from min_lr to the full rate."""
