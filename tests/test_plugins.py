@@ -519,8 +519,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+Strange = Callable[[str], Path]
+
+
 @pytest.fixture
-def strange(trained: Path, tmp_path: Path) -> Callable[[str], Path]:
+def strange(trained: Path, tmp_path: Path) -> Strange:
     """A run whose config.yaml and checkpoint name a plugin, under a manifest that fits."""
 
     def named(plugin: str) -> Path:
@@ -537,7 +540,7 @@ def strange(trained: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("plugin", NAMED)
 def test_what_a_strangers_run_names_is_not_imported(
-    plugin: str, strange: Callable[[str], Path], tmp_path: Path, program: Program, forked: Program
+    plugin: str, strange: Strange, tmp_path: Path, program: Program, forked: Program
 ) -> None:
     files, line = NAMED[plugin]
     for name, text in files.items():
@@ -555,11 +558,7 @@ def test_what_a_strangers_run_names_is_not_imported(
 
 
 def test_no_program_imports_what_only_a_run_names(
-    tiny_run: list[str],
-    strange: Callable[[str], Path],
-    tmp_path: Path,
-    forked: Program,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_run: list[str], strange: Strange, tmp_path: Path, forked: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "evil.py").write_text(BOMB)
     strange("evil")

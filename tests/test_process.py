@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,6 @@ from sweeps import launch
 
 # -----------------------------------------------------------------------------
 # What is ended takes its children along
-
-
-def heed_hangup() -> None:
-    """nohup has it ignored, and so do its children."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 SMALL = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=2", "threads=1"]
@@ -83,8 +79,8 @@ def test_what_is_ended_takes_its_children_along(
 
     options: Any = {"cwd": tmp_path, "env": environment, "start_new_session": True}
     options |= {"stdout": (tmp_path / "out").open("wb"), "stderr": subprocess.STDOUT}
-    command = [*python, str(ROOT / script), *words]
-    process = subprocess.Popen(command, preexec_fn=heed_hangup, **options)
+    heed_hangup = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and so do its children
+    process = subprocess.Popen([*python, str(ROOT / script), *words], preexec_fn=heed_hangup, **options)
     try:
         eventually(lambda: len(children()) >= least, 600)
         if name == "torchrun":
