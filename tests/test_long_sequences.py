@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import needs_compiler
-from helpers.runs import assert_same_run, configured
+from helpers.runs import SETTINGS, assert_same_run, configured
 from torch import Tensor, nn
 from torch.nn import functional as F
 from variants import LAYOUTS, V, build, config_of, fresh, random_tokens, seeing
@@ -185,12 +185,11 @@ def test_checkpointing_changes_no_bit(layout: str, dropout: float, monkeypatch: 
 
 
 def test_activation_checkpointing_neither_names_a_run_nor_stops_its_resume(corpus: Path, tmp_path: Path) -> None:
-    changes = {"model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "dropout": 0.2}}
-    checkpointed = {"model": {**changes["model"], "activation_checkpointing": True}}
-    config = configured(corpus, tmp_path / "straight", **changes)
+    config = configured(corpus, tmp_path / "straight")
+    checkpointed = {**SETTINGS["model"], "activation_checkpointing": True}
     assert train.run(config) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, **checkpointed)) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, model=checkpointed)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves")) == 0
     assert_same_run(tmp_path / "straight", tmp_path / "halves")
     other = replace(config, model=replace(config.model, activation_checkpointing=True))
     assert other.trajectory == config.trajectory
