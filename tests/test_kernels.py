@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CACHE, ROOT, eventually, exit_status, fork, run_python
-from helpers.oracles import draw
+from helpers.oracles import draw, needs_bf16
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -29,10 +29,6 @@ from model.kernels import build, operators
 fp32, bf16 = torch.float32, torch.bfloat16
 nanoqk: Any = torch.ops.nanoqk
 pytestmark = pytest.mark.usefixtures("compiled")
-attends = operators.loaded() and operators.attends()
-needs_attention = pytest.mark.skipif(not attends, reason="attention is compiled for AVX-512 bf16")
-
-
 x, y, weight, seed = draw(2, 3, 40, 32), draw(2, 3, 40, 32, seed=1), draw(32, seed=2), torch.tensor(7)
 alpha, half, stats = draw(3, 1, 1).abs(), draw(2, 3, 40, 32, seed=3).to(bf16), torch.zeros(2, 2, 3, 40)
 bias, keys, values = draw(32, seed=4), draw(2, 3, 40, 32, seed=5).to(bf16), draw(2, 3, 40, 32, seed=6).to(bf16)
@@ -155,7 +151,7 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def each(table: dict[str, Any]) -> Any:
     marked = ("attention", "latent", "linear", "decoding")
-    return [pytest.param(name, marks=needs_attention) if name.startswith(marked) else name for name in table]
+    return [pytest.param(name, marks=needs_bf16) if name.startswith(marked) else name for name in table]
 
 
 @pytest.mark.slow
@@ -178,7 +174,7 @@ def leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.is_floating_point())
 
 
-@needs_attention
+@needs_bf16
 @torch.no_grad()
 def test_scales_whose_heads_lie_apart_are_left_to_pytorch() -> None:
     given = (one, one_rope, latents, k_ropes)
@@ -197,7 +193,7 @@ def test_wrong_arguments_are_refused(name: str) -> None:
             getattr(nanoqk, name)(*args)
 
 
-@needs_attention
+@needs_bf16
 @pytest.mark.parametrize("sizes", [(1, 16, 16), (33, 48, 80), (100, 64, 1040), (129, 2064, 64), (1100, 128, 384)])
 def test_linear_and_its_derivative_are_the_reference(sizes: tuple[int, int, int]) -> None:
     """The weight is rounded to bf16, its derivative is not."""
@@ -213,7 +209,7 @@ def test_linear_and_its_derivative_are_the_reference(sizes: tuple[int, int, int]
         torch.testing.assert_close(a.double(), b, rtol=2e-6 if a is grads[1] else 2.0**-8, atol=1e-6 * terms)
 
 
-@needs_attention
+@needs_bf16
 @pytest.mark.parametrize("sizes", [(1, 32, 1), (3, 64, 70), (4, 1536, 384), (16, 384, 1153)])
 def test_linear_of_a_few_rows_is_the_reference(sizes: tuple[int, int, int]) -> None:
     rows, n_in, n_out = sizes
@@ -269,7 +265,7 @@ def test_a_compiler_keeps_the_kernels(name: str) -> None:
 
 
 @pytest.mark.slow
-@needs_attention
+@needs_bf16
 def test_attention_compiled_for_any_length_is_one_graph() -> None:
     """Forwards and backwards, with two queries a key head."""
     graphs: list[torch.fx.GraphModule] = []
@@ -333,20 +329,16 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-def pass_tests(which: str, **environment: str) -> None:
-    """Raises AssertionError unless these tests of ops pass with kernels compiled in this environment."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_ops.py", "-k", which]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled for an older x86")
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="here all tests have kernels compiled for AVX2")
 def test_kernels_compiled_for_avx2_pass_the_tests_of_ops(tmp_path: Path) -> None:
     """Compiled for AVX2 alone the kernels pass the same tests, but for attention, which they leave to the reference."""
     env = {"CXX": "g++ -march=x86-64-v3", "XDG_CACHE_HOME": str(tmp_path)}
-    pass_tests("norm or absorb or gelu or dropout", **env)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_ops.py"]
+    command += ["-k", "norm or absorb or gelu or dropout"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]
     run_python("from model.kernels import operators; assert operators.loaded() and not operators.attends()", env=env)
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import needs_compiler
-from helpers.runs import assert_same_run, configured
+from helpers.runs import SETTINGS, assert_same_run, configured
 from torch import Tensor, nn
 from torch.nn import functional as F
-from variants import LAYOUTS, V, build, config_of, random_tokens, seeing
+from variants import LAYOUTS, V, build, config_of, fresh, random_tokens, seeing
 
 import train
 from core.dist import World
@@ -138,8 +138,7 @@ class LossAlone(nn.Module):
 def test_a_model_seeing_the_future_is_found_at_any_length(T: int, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it starts, in bf16, where one of 640 tokens hardly moves the others: with logits, by the last block's output
     and from the loss alone, whether the first 128 tokens are tried or all."""
-    gpt = GPT(config_of("gqa", "rms", block_size=T, n_layer=1).gpt, V).train()
-    gpt.init_weights(0)
+    gpt = fresh(config_of("gqa", "rms", block_size=T, n_layer=1)).train()
     idx = random_tokens(1, T)
     calls: list[int] = []
     gpt.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].size(1)))
@@ -186,12 +185,11 @@ def test_checkpointing_changes_no_bit(layout: str, dropout: float, monkeypatch: 
 
 
 def test_activation_checkpointing_neither_names_a_run_nor_stops_its_resume(corpus: Path, tmp_path: Path) -> None:
-    changes = {"model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "dropout": 0.2}}
-    checkpointed = {"model": {**changes["model"], "activation_checkpointing": True}}
-    config = configured(corpus, tmp_path / "straight", **changes)
+    config = configured(corpus, tmp_path / "straight")
+    checkpointed = {**SETTINGS["model"], "activation_checkpointing": True}
     assert train.run(config) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, **checkpointed)) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves", max_iters=3, model=checkpointed)) == 0
+    assert train.run(configured(corpus, tmp_path / "halves")) == 0
     assert_same_run(tmp_path / "straight", tmp_path / "halves")
     other = replace(config, model=replace(config.model, activation_checkpointing=True))
     assert other.trajectory == config.trajectory
@@ -258,8 +256,7 @@ def test_activations_and_gradients_of_logits_are_the_most_that_an_update_holds(
 ) -> None:
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", limit)
     config = config_of("mha", "rms", n_layer=2, block_size=128, activation_checkpointing=checkpointing)
-    gpt = GPT(config.gpt, 4096).train()
-    gpt.init_weights(0)
+    gpt = fresh(config, vocab_size=4096).train()
     machine, idx = Machine(World(), torch.device("cpu"), dtype), torch.randint(4096, (2, 128))
     accumulate_gradients(gpt, iter([(idx, idx)]), 1, machine)  # the weights' gradients stay, as between micro-batches
     with torch.profiler.profile(profile_memory=True) as profiler:

@@ -27,7 +27,7 @@ import sweeps.plan
 import sweeps.status
 import train
 from core.cli import CONFIG_DIR
-from core.files import FileLock, read_json, write_atomic
+from core.files import read_json, write_atomic
 from core.schema import ConfigError, flatten
 from model.gpt import mean_norm_ratio
 from scripts.report import main as report
@@ -112,11 +112,10 @@ def test_a_comparison_with_a_setting_that_is_not_there_is_told_before_a_run(tmp_
 
 
 SAME = "p differs and α starts from one value, so this comparison measures temperature as well; "
-AT_ONE_ALPHA: list[tuple[str, dict[str, Any]]] = [  # where the note says that α is one, and a sweep's definition
-    ("this sweep", {"grid": {"qk_norm.p": [2, 4], "qk_norm.alpha_init": [alpha]}}) for alpha in (1, "sqrt_d", "henry")
-]
 APART = {f"p={p}": [f"qk_norm.p={p}", f"qk_norm.alpha_init={a}"] for p, a in ((2, 8), (4, 1.69))}
-AT_ONE_ALPHA += [
+ONE_EACH = {f"p{p}": {"overrides": [f"qk_norm.p={p}", "qk_norm.alpha_init=1"]} for p in (2, 4)}
+AT_ONE_ALPHA: list[tuple[str, dict[str, Any]]] = [  # where the note says that α is one, and a sweep's definition
+    *(("this sweep", {"grid": {"qk_norm.p": [2, 4], "qk_norm.alpha_init": [a]}}) for a in (1, "sqrt_d", "henry")),
     ("", {"grid": {"qk_norm.p": [2, 4], "qk_norm.alpha_init": ["matched"]}}),
     ("", {"grid": {"qk_norm.p": [2, 4]}}),
     ("", {"grid": {"qk_norm.p": [3], "qk_norm.alpha_init": [1, 2, "sqrt_d"]}}),
@@ -125,9 +124,6 @@ AT_ONE_ALPHA += [
     ("this sweep", {"grid": {"qk_norm.p": [3, "learned"], "qk_norm.alpha_init": [1]}}),
     ("", {"grid": {"words": APART}}),
     ("", {"grid": {"words": {"rms": ["qk_norm=rms"], "p=3": ["qk_norm.p=3", "qk_norm.alpha_init=1"]}}}),
-]
-ONE_EACH = {f"p{p}": {"overrides": [f"qk_norm.p={p}", "qk_norm.alpha_init=1"]} for p in (2, 4)}
-AT_ONE_ALPHA += [
     ("", {"grid": {}, "parts": ONE_EACH}),
     ("compare.a, compare.b", {"grid": {}, "parts": ONE_EACH, "compare": {
         "a": {"pairs": [["p4", "p2"]]}, "b": {"baseline": "p2"}, "c": {"baseline": "p2", "settings": ["p3"]},
@@ -216,14 +212,12 @@ def test_a_damaged_claim_has_no_tries(claim: str, tmp_path: Path) -> None:
     assert read_claim(tmp_path, "a") == {"tries": {}, "limit": 1, "error": None}
 
 
-def test_a_link_in_the_place_of_a_claim_or_log_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_log_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("kept")
     (tmp_path / "sweep").mkdir()
-    claim = tmp_path / "sweep" / "claim"
-    claim.symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="is a link out of its folder"):
-        FileLock(claim)
-    with pytest.raises(OSError, match="is a link out of its folder"), worker.output_to(claim):
+    log = tmp_path / "sweep" / "log"
+    log.symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="is a link out of its folder"), worker.output_to(log):
         print("written")
     assert (tmp_path / "victim").read_text() == "kept"
 

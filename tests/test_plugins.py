@@ -20,7 +20,7 @@ import yaml
 from conftest import QK_NORM_VARIANTS, TINY, Program, exit_status, fork, write_corpus
 from helpers.runs import assert_halves_equal_straight, configured, lines
 from helpers.sweeps import tiny_sweep
-from variants import ALL_PAIRS, LAYOUTS, config_of
+from variants import ALL_PAIRS, LAYOUTS, config_of, fresh
 
 import nanoqk
 import train
@@ -201,16 +201,13 @@ def test_nothing_is_imported_from_a_run_dir(held: list[str], tmp_path: Path, mon
 
 def test_no_norm_of_ours_is_said_to_keep_attention_uniform() -> None:
     for attention, norm in ALL_PAIRS:
-        gpt = GPT(config_of(attention, norm).gpt, 11)
-        gpt.init_weights(0)
+        gpt = fresh(config_of(attention, norm))
         assert all(logit_bound(layer) >= 1 for layer in gpt.attentions), (attention, norm)
     for chosen in QK_NORM_VARIANTS.values():
-        gpt = GPT(config_of("mha", chosen, n_embd=4).gpt, 11)  # one channel a head
-        gpt.init_weights(0)
+        gpt = fresh(config_of("mha", chosen, n_embd=4))  # one channel a head
         assert logit_bound(gpt.attentions[0]) >= 0.99 or chosen.name == "layernorm"  # which maps one channel to 0
     for norm, bound in (("none", math.inf), ("rms_whole", 16.0)):  # one head of four has all the length: 8 * 8 / 4
-        gpt = GPT(config_of("mha", norm, n_embd=64).gpt, 11)
-        gpt.init_weights(0)
+        gpt = fresh(config_of("mha", norm, n_embd=64))
         assert logit_bound(gpt.attentions[0]) == pytest.approx(bound, rel=1e-4)
     del gpt.attentions[0].k_norm
     assert logit_bound(gpt.attentions[0]) == math.inf  # keys without a norm
@@ -223,8 +220,7 @@ def test_the_bound_is_reached_by_a_key_that_equals_the_query(layout: str, monkey
             return 1 / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
     monkeypatch.setitem(QK_NORMS, "rms", Unit)
-    gpt = GPT(config_of(layout, "rms").gpt, 11)
-    gpt.init_weights(0)
+    gpt = fresh(config_of(layout, "rms"))
     blocks = 2 if layout.startswith("mla") and layout != "mla_unified" else 1
     for layer in gpt.attentions:
         assert logit_bound(layer) == pytest.approx(blocks * layer.logit_scale.softmax_scale, rel=1e-5)
@@ -523,21 +519,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+Strange = Callable[[str], Path]
+
+
 @pytest.fixture
-def strange(trained: Path, tmp_path: Path) -> Callable[[str], Path]:
+def strange(trained: Path, tmp_path: Path) -> Strange:
     """A run whose config.yaml and checkpoint name a plugin, under a manifest that fits."""
 
     def named(plugin: str) -> Path:
         run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
-        for file in (run / "config.yaml", *run.glob("ckpt/step_*/state.json")):
-            known = yaml.safe_load(file.read_text()) if file.suffix == ".yaml" else json.loads(file.read_text())
-            known.get("config", known)["plugins"] = [plugin]
-            file.write_text(json.dumps(known))
-            if file.suffix == ".json":
-                manifest = json.loads((file.parent / "MANIFEST.json").read_text())
-                found = {name: checkpoint.measure(file.parent / name) for name in manifest["files"]}
-                whole = checkpoint.render(manifest["format"], manifest["step"], found)
-                (file.parent / "MANIFEST.json").write_text(whole)
+        config = yaml.safe_load((run / "config.yaml").read_text()) | {"plugins": [plugin]}
+        (run / "config.yaml").write_text(json.dumps(config))
+        for saved in [checkpoint.load(step) for step in sorted(run.glob("ckpt/step_*"))]:
+            state = saved.state | {"config": saved.state["config"] | {"plugins": [plugin]}}
+            checkpoint.save(run / "ckpt", saved.step, saved.tensors, state, best=True)
         return run
 
     return named
@@ -545,7 +540,7 @@ def strange(trained: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("plugin", NAMED)
 def test_what_a_strangers_run_names_is_not_imported(
-    plugin: str, strange: Callable[[str], Path], tmp_path: Path, program: Program, forked: Program
+    plugin: str, strange: Strange, tmp_path: Path, program: Program, forked: Program
 ) -> None:
     files, line = NAMED[plugin]
     for name, text in files.items():
@@ -563,11 +558,7 @@ def test_what_a_strangers_run_names_is_not_imported(
 
 
 def test_no_program_imports_what_only_a_run_names(
-    tiny_run: list[str],
-    strange: Callable[[str], Path],
-    tmp_path: Path,
-    forked: Program,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_run: list[str], strange: Strange, tmp_path: Path, forked: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "evil.py").write_text(BOMB)
     strange("evil")
@@ -657,11 +648,8 @@ def test_a_plugin_that_ends_the_program_is_named(
 ) -> None:
     (tmp_path / "mine.yaml").write_text(json.dumps({"overrides": words}))
     script, *asked = command.split()
-    ending = {
-        "import": ("raise SystemExit(0)\n" + PLUGIN, 2),
-        "forward pass": (PLUGIN.replace("return x[", "exit(); x["), 1),
-    }
-    for text, status in ending.values():
+    at_import, in_a_forward_pass = "raise SystemExit(0)\n" + PLUGIN, PLUGIN.replace("return x[", "exit(); x[")
+    for text, status in ((at_import, 2), (in_a_forward_pass, 1)):
         (tmp_path / "halves.py").write_text(text)
         ended = forked(script, *(asked or [*words, "out_dir=o"]), status=status)
         assert "SystemExit: " in ended.stderr + ended.stdout and "Traceback" not in ended.stderr

@@ -1,7 +1,6 @@
 """How programs end: with their children, without their output, and stopped where a signal came before an error."""
 
 import errno
-import json
 import logging
 import os
 import signal
@@ -11,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,6 @@ from sweeps import launch
 
 # -----------------------------------------------------------------------------
 # What is ended takes its children along
-
-
-def heed_hangup() -> None:
-    """nohup has it ignored, and so do its children."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 SMALL = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "batch_size=2", "threads=1"]
@@ -63,13 +58,8 @@ def test_what_is_ended_takes_its_children_along(
     name: str, number: signal.Signals, tmp_path: Path, corpus: Path, tiny_run: list[str]
 ) -> None:
     (script, *words), part, least = PROGRAMS[name]
-    words += (
-        where(tiny_sweep(tmp_path, corpus))[:2]
-        if script == "sweeps/launch.py"
-        else tiny_run
-        if script == "train.py"
-        else []
-    )
+    of_script = {"sweeps/launch.py": where(tiny_sweep(tmp_path, corpus))[:2], "train.py": tiny_run}
+    words += of_script.get(script, [])
     python = TORCHRUN if name == "torchrun" else [sys.executable]
     mark = {"TEST_MARK": str(tmp_path)}
     environment = {**(with_mps(tmp_path) if name == "mps" else os.environ), **mark}
@@ -89,8 +79,8 @@ def test_what_is_ended_takes_its_children_along(
 
     options: Any = {"cwd": tmp_path, "env": environment, "start_new_session": True}
     options |= {"stdout": (tmp_path / "out").open("wb"), "stderr": subprocess.STDOUT}
-    command = [*python, str(ROOT / script), *words]
-    process = subprocess.Popen(command, preexec_fn=heed_hangup, **options)
+    heed_hangup = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and so do its children
+    process = subprocess.Popen([*python, str(ROOT / script), *words], preexec_fn=heed_hangup, **options)
     try:
         eventually(lambda: len(children()) >= least, 600)
         if name == "torchrun":
@@ -191,56 +181,41 @@ def test_a_signal_to_the_group_while_pytorch_compiles_is_a_stop(tiny_run: list[s
     assert saved_json(run, "status")["state"] == "stopped"
 
 
-def fails_in_evaluation(patch: pytest.MonkeyPatch, fail: Callable[..., Any]) -> None:
-    patch.setattr(train, "evaluate", fail)
-
-
-def fails_in_a_data_worker(patch: pytest.MonkeyPatch, fail: Callable[..., Any]) -> None:
-    prefetch = Batches.prefetch
-
-    def failing(self: Batches, steps: Any) -> Any:
-        patch.setattr(Batches, "_read", fail)
-        yield from prefetch(self, steps)
-
-    patch.setattr(Batches, "prefetch", failing)
-
-
-def fails_in_an_update(patch: pytest.MonkeyPatch, fail: Callable[..., Any]) -> None:
-    patch.setattr(train, "step_optimizer", fail)
-
-
 DEAD = RuntimeError("a process of the pool died")
 
 
 @pytest.mark.parametrize(
-    ("place", "error", "comes", "status", "state"),
+    ("owner", "name", "error", "comes", "status", "state"),
     [
-        (fails_in_evaluation, DEAD, True, 143, "stopped"),
-        (fails_in_a_data_worker, DEAD, True, 143, "stopped"),
-        (fails_in_an_update, ConnectionResetError("by peer"), True, 143, "stopped"),
-        (fails_in_an_update, DEAD, False, 1, "failed"),
-        (fails_in_evaluation, OSError(errno.ENOSPC, "No space left on device"), True, 1, "failed"),
-        (fails_in_an_update, MemoryError("too large"), True, 1, "failed"),
+        (train, "evaluate", DEAD, True, 143, "stopped"),
+        (Batches, "prefetch", DEAD, True, 143, "stopped"),  # in a data worker
+        (train, "step_optimizer", ConnectionResetError("by peer"), True, 143, "stopped"),
+        (train, "step_optimizer", DEAD, False, 1, "failed"),
+        (train, "evaluate", OSError(errno.ENOSPC, "No space left on device"), True, 1, "failed"),
+        (train, "step_optimizer", MemoryError("too large"), True, 1, "failed"),
     ],
 )
 def test_an_error_after_a_stop_signal_is_a_stop(
-    place: Callable[..., None], error: Exception, comes: bool, status: int, state: str, corpus: Path, tmp_path: Path
+    owner: Any, name: str, error: Exception, comes: bool, status: int, state: str, corpus: Path, tmp_path: Path
 ) -> None:
     def fail(*args: Any, **more: Any) -> None:
         if signals:
             os.kill(os.getpid(), signals.pop())
         raise error
 
-    signals = [signal.SIGTERM] * comes
+    def fail_in_a_worker(self: Batches, steps: Any) -> Any:
+        Batches._read = fail  # type: ignore[assignment, method-assign]
+        yield from prefetch(self, steps)
 
-    def trains() -> int:
-        with pytest.MonkeyPatch.context() as patch:
-            place(patch, fail)
-            return guarded(lambda: train.run(configured(corpus, tmp_path / "run")))
+    signals, prefetch = [signal.SIGTERM] * comes, Batches.prefetch
+
+    def trains() -> int:  # in a process of its own, where nothing has to be undone
+        setattr(owner, name, fail_in_a_worker if owner is Batches else fail)
+        return guarded(lambda: train.run(configured(corpus, tmp_path / "run")))
 
     assert exit_status(fork(trains)) == status
     assert saved_json(tmp_path / "run", "status")["state"] == state
     said = (tmp_path / "run" / "train.log").read_text()
     assert said.count("stopped by SIGTERM amid") == (status == 143)
     assert train.run(configured(corpus, tmp_path / "run")) == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "done"
+    assert saved_json(tmp_path / "run", "summary")["status"] == "done"

@@ -10,11 +10,10 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 from browser import Page
-from conftest import ROOT
+from conftest import ROOT, Program
 from helpers.refusals import check
 from helpers.reports import COMPARE, LOSSES, Made, falling, made, state
 
@@ -37,15 +36,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for fold, p in itertools.product(range(5), (2, 3)):
         made.run(f"b/</script>p={p}", fold, falling(LOSSES[p][fold] + 0.01 * fold, 30), 90 + p * fold)
     state(made.plan("c/p=2", 1, 0), state="failed", reason="<img src=https://example.com/x.png onerror=alert(1)>")
-    call(folder)
+    command = [sys.executable, str(ROOT / "scripts" / "report.py"), "sweep=made"]
+    subprocess.run(command, cwd=folder, timeout=300, check=True)
     return folder
-
-
-def call(folder: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "report.py"), *(words or ["sweep=made"])]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, **options)
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def test_the_report_has_all_its_files(whole: Path) -> None:
@@ -65,11 +58,11 @@ def test_the_report_has_all_its_files(whole: Path) -> None:
     assert known["corpus_sha256"] == ["5eed"] and known["command"] == "python scripts/report.py sweep=made"
 
 
-def test_the_same_runs_give_the_same_bytes_without_torch(whole: Path, tmp_path: Path) -> None:
+def test_the_same_runs_give_the_same_bytes_without_torch(whole: Path, tmp_path: Path, program: Program) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('the report imports torch')")
     (tmp_path / "runs").symlink_to(whole / "runs")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONHASHSEED": "7"}
-    call(tmp_path, env=environment)
+    program("scripts/report.py", "sweep=made", env=environment)
     first, second = whole / "results" / "made", tmp_path / "results" / "made"
     assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
     assert [path.name for path in first.iterdir() if path.read_bytes() != (second / path.name).read_bytes()] == []

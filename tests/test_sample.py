@@ -1,5 +1,4 @@
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, Program, flip, run_python, write_corpus
-from helpers.runs import CHARS, configured, random_model, save_run
+from helpers.runs import CHARS, configured, random_model, save_run, saved_json
 from variants import build, config_of
 
 import sample
@@ -72,7 +71,7 @@ def test_samples_are_the_models_own_by_any_call(run: Path, program: Program, sam
     texts = samples(done.stdout)
     assert len(texts) == 3 and len(set(texts)) == 3 and {len(t) for t in texts} == {5 + 40}
     model, tokenizer, _, state = load_run(run / "ckpt" / "best", torch.device("cpu"))
-    assert state["step"] == json.loads((run / "summary.json").read_text())["iter_of_min"]
+    assert state["step"] == saved_json(run, "summary")["iter_of_min"]
     idx = torch.tensor([tokenizer.encode("to be").tolist()] * 3)
     rows = torch.stack(list(generate(model, idx, 40, 0.7, 5, 0.9)), 1).tolist()
     assert texts == ["to be" + tokenizer.decode(row) for row in rows]

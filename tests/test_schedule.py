@@ -1,20 +1,34 @@
 import math
+from collections.abc import Callable
 
 import pytest
 
 from core.schema import validate
-from training.config import ConstantOptions, CosineOptions, LinearOptions, ScheduleOptions, TrainConfig, WSDOptions
+from training.config import ConstantOptions, CosineOptions, DecayOptions, LinearOptions, TrainConfig, WSDOptions
 from training.schedule import learning_rate
 
 
-def test_cosine_is_linear_then_half_a_cosine_then_flat() -> None:
-    config = TrainConfig(max_iters=1000, schedule=CosineOptions(warmup_iters=100, min_lr=1e-4))
+@pytest.mark.parametrize("min_lr", [0.0, 1e-4])
+@pytest.mark.parametrize(
+    ("options", "last", "remaining"),
+    [
+        (CosineOptions, 100, {325: (2 + math.sqrt(2)) / 4, 550: 0.5}),  # half a cosine
+        (LinearOptions, 100, {325: 0.75, 550: 0.5}),
+        (WSDOptions, 800, {850: 0.5, 900: 1 - math.sqrt(0.5), 999: 1 - math.sqrt(199 / 200)}),  # 1 - sqrt(1/4), …
+    ],
+)
+def test_a_rate_rises_by_a_line_falls_by_its_formula_and_is_flat_then(
+    options: Callable[..., DecayOptions], last: int, remaining: dict[int, float], min_lr: float
+) -> None:
+    """last: the last iteration at the full rate; WSD decays over the last fifth. remaining: iteration -> the share of
+    the way from min_lr to the full rate."""
+    config = TrainConfig(max_iters=1000, schedule=options(warmup_iters=100, min_lr=min_lr))
     lr = [learning_rate(step, config) for step in range(1201)]
     assert lr[0] == pytest.approx(1e-3 / 101) and lr[49] == pytest.approx(1e-3 * 50 / 101)  # never zero
-    assert lr[100] == max(lr) == pytest.approx(1e-3)
-    assert lr[550] == pytest.approx((1e-3 + 1e-4) / 2)  # half-way down
-    assert lr[325] == pytest.approx(1e-4 + 9e-4 * (2 + math.sqrt(2)) / 4)
-    assert lr[1000] == lr[1200] == pytest.approx(1e-4)
+    assert set(lr[100 : last + 1]) == {max(lr)} == {1e-3}
+    for step, share in remaining.items():
+        assert lr[step] == pytest.approx(min_lr + (1e-3 - min_lr) * share)
+    assert lr[1000] == lr[1200] == pytest.approx(min_lr)
     assert all(a >= b for a, b in zip(lr[100:], lr[101:], strict=False))
 
 
@@ -24,19 +38,8 @@ def test_lr_decay_iters_frees_the_schedule_from_max_iters() -> None:
     assert [learning_rate(s, short) for s in range(200)] == [learning_rate(s, long) for s in range(200)]
 
 
-@pytest.mark.parametrize("min_lr", [0.0, 1e-4])
-def test_wsd_is_linear_then_flat_then_one_minus_a_root(min_lr: float) -> None:
-    """Decay over the last fifth: 200 of 1,000 iterations."""
-    config = TrainConfig(max_iters=1000, schedule=WSDOptions(warmup_iters=100, min_lr=min_lr))
-    lr = [learning_rate(step, config) for step in range(1201)]
-    assert lr[0] == pytest.approx(1e-3 / 101) and lr[49] == pytest.approx(1e-3 * 50 / 101)
-    assert set(lr[100:801]) == {1e-3}
+def test_a_warm_up_may_last_until_wsd_decays() -> None:
     validate(TrainConfig(max_iters=1000, schedule=WSDOptions(warmup_iters=800)))  # as late: test_bad_input.py
-    assert lr[850] == pytest.approx((1e-3 + min_lr) / 2)  # 1 - sqrt(1/4)
-    assert lr[900] == pytest.approx(min_lr + (1e-3 - min_lr) * (1 - math.sqrt(0.5)))  # half of the decay
-    assert lr[999] == pytest.approx(min_lr + (1e-3 - min_lr) * (1 - math.sqrt(199 / 200)))
-    assert lr[1000] == lr[1200] == pytest.approx(min_lr)
-    assert all(a >= b for a, b in zip(lr[100:], lr[101:], strict=False))
 
 
 @pytest.mark.parametrize("decay_frac", [0.05, 0.9, 1.0])
@@ -46,17 +49,6 @@ def test_wsds_decay_takes_its_fraction_of_lr_decay_iters(decay_frac: float) -> N
     lr = [learning_rate(step, config) for step in range(401)]
     start = round(400 * (1 - decay_frac))
     assert set(lr[: start + 1]) == {1e-3} and lr[start + 1] < 1e-3 and lr[400] == 0 < lr[399]
-
-
-@pytest.mark.parametrize("min_lr", [0.0, 1e-4])
-def test_linear_is_two_straight_lines_then_flat(min_lr: float) -> None:
-    config = TrainConfig(max_iters=1000, schedule=LinearOptions(warmup_iters=100, min_lr=min_lr))
-    lr = [learning_rate(step, config) for step in range(1201)]
-    assert lr[0] == pytest.approx(1e-3 / 101) and lr[49] == pytest.approx(1e-3 * 50 / 101)
-    assert lr[100] == max(lr) == 1e-3
-    assert lr[550] == pytest.approx((1e-3 + min_lr) / 2)
-    assert lr[325] == pytest.approx((3 * 1e-3 + min_lr) / 4)
-    assert lr[1000] == lr[1200] == pytest.approx(min_lr)
 
 
 def test_constant_is_flat_after_its_warm_up_and_knows_no_end() -> None:
@@ -69,7 +61,7 @@ def test_constant_is_flat_after_its_warm_up_and_knows_no_end() -> None:
 
 
 @pytest.mark.parametrize("schedule", [CosineOptions(), LinearOptions(), WSDOptions()])
-def test_max_iters_is_part_of_the_trajectory_where_the_decay_ends_there(schedule: ScheduleOptions) -> None:
+def test_max_iters_is_part_of_the_trajectory_where_the_decay_ends_there(schedule: DecayOptions) -> None:
     short, long = (TrainConfig(max_iters=n, schedule=schedule) for n in (1000, 5000))
     assert short.trajectory != long.trajectory
 

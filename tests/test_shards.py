@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import flip
 from helpers.fineweb import index_of, tokenizer_of
-from helpers.runs import assert_halves_equal_straight, configured, lines
+from helpers.runs import assert_halves_equal_straight, configured, lines, saved_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,7 +125,7 @@ def test_a_damaged_record_of_a_shard_is_made_anew(
 def test_a_run_on_shards_trains_evaluates_exactly_and_resumes_bit_for_bit(shards: Path, tmp_path: Path) -> None:
     assert_halves_equal_straight(shards, tmp_path, data={"name": "fineweb", "path": str(shards)})
     index = index_of(shards)
-    summary = json.loads((tmp_path / "straight" / "summary.json").read_text())
+    summary = saved_json(tmp_path / "straight", "summary")
     assert summary["held_out_tokens"] == index["val"]["tokens"]
     assert summary["corpus_sha256"] == hashlib.sha256((shards / "index.json").read_bytes()).hexdigest()
     assert "tokenizer" not in summary

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar, cast
 
 import pytest
-from conftest import eventually, exit_status, fork
+from conftest import eventually, exit_status, fork, write_corpus
 from helpers.runs import assert_same_run
 from helpers.sweeps import frozen, launched, pending_signals, times_finished, tiny_sweep
 
@@ -85,9 +85,7 @@ def slurm() -> None:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sweep file of four runs that the local launcher has made; their directory is beside it."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    corpus = folder / "corpus.txt"
-    corpus.write_text("to be or not to be that is the question whether 'tis nobler " * 100)
-    sweep = tiny_sweep(folder, corpus, "max_iters=80", grid={"qk_norm": ["none", "rms"]})
+    sweep = tiny_sweep(folder, write_corpus(folder), "max_iters=80", grid={"qk_norm": ["none", "rms"]})
     launched(sweep, "launcher.threads=1")
     return sweep
 

@@ -70,12 +70,10 @@ def test_a_wrong_type_or_value_is_named(changes: dict[str, Any], says: str) -> N
 def test_a_sealed_state_of_a_wrong_type_is_refused_by_training_and_sampling(corpus: Path, tmp_path: Path) -> None:
     config = configured(corpus, tmp_path / "run", max_iters=2)
     assert train.run(config) == 0
-    step = checkpoint.step_dirs(tmp_path / "run" / "ckpt")[0]
-    saved, manifest = (json.loads((step / name).read_text()) for name in (checkpoint.STATE, checkpoint.MANIFEST))
+    saved = checkpoint.load(tmp_path / "run" / "ckpt" / "latest")
     for changes in ({"tokenizer": 3}, {"step": -5}, {"train_seconds": 1e299}, {"plugins": {"a": 1}}, {"config": [1]}):
-        (step / checkpoint.STATE).write_text(json.dumps({**saved, **changes}))
-        found = {name: checkpoint.measure(step / name) for name in manifest["files"]}
-        (step / checkpoint.MANIFEST).write_text(checkpoint.render(manifest["format"], manifest["step"], found))
+        state = {**saved.state, **changes}
+        step = checkpoint.save(tmp_path / "run" / "ckpt", saved.step, saved.tensors, state, best=True)
         with pytest.raises(ConfigError, match=f"state.json: {next(iter(changes))}="):
             train.run(replace(config, max_iters=4))
         with pytest.raises(ConfigError, match=f"state.json: {next(iter(changes))}="):

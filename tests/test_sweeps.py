@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, eventually
+from conftest import ROOT, eventually, write_corpus
 from helpers.runs import assert_same_run, lines
 from helpers.sweeps import (
     assert_same_sweep,
@@ -93,9 +93,7 @@ def workers_of(sweep_dir: Path) -> list[int]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sweep file of a sweep that has run through; its directory is beside it."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    words = random.Random(0).choices(["to", "be", "or", "not", "that", "is", "the", "question", "nobler"], k=1500)
-    (folder / "corpus.txt").write_text(" ".join(words)[:6000])
-    sweep = tiny_sweep(folder, folder / "corpus.txt", *SELDOM)
+    sweep = tiny_sweep(folder, write_corpus(folder), *SELDOM)
     output = launched(sweep, ONE)
     assert "8 done" in output and "[8/8]" in output
     assert not [*(folder / "sweep").glob("*/curve.png")]  # plot=auto

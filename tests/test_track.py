@@ -192,9 +192,8 @@ def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> Non
     assert [row[0] for row in table if row[0] in WORDS] == ["sink", "rms", "none"]
     assert next(row for row in table if row[0] == "rms")[10:12] == ["1.10 (1.00 to 1.20)", "1.25 (1.00 to 2.00)"]
     (line,) = (row for row in csv.DictReader(made["board.csv"].decode().splitlines()) if row["contestant"] == "none")
-    assert (
-        float(line["difference"]) == pytest.approx(0.05) and line["verdict"] == "worse" and line["decode_time"] == "1"
-    )
+    assert float(line["difference"]) == pytest.approx(0.05)
+    assert line["verdict"] == "worse" and line["decode_time"] == "1"
     assert made["rates.svg"].count(b"sink") >= 1
     assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == made
@@ -236,18 +235,11 @@ def tiny_track(tmp_path: Path) -> tuple[Path, Path]:
     """A track of tiny models, and its board, which the runs with known losses open."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} says that a quick brown fox is {i % 7} years old\n" for i in range(500)))
-    tiny = [
-        *TINY,
-        "model.n_layer=1",
-        "data=text",
-        f"data.path={text}",
-        "max_iters=4",
-        "model.dropout=0.0",
-        "wandb.mode=disabled",
-    ]
+    tiny = [*TINY, "model.n_layer=1", "model.dropout=0.0", "max_iters=4", "wandb.mode=disabled"]
+    words = ["data=text", f"data.path={text}", *tiny]
     rates = {"words": WORDS, "optim.learning_rate": [0.064, 0.128, 0.256]}
     sweep = tmp_path / "tiny.yaml"
-    sweep.write_text(json.dumps({"overrides": tiny, "seeds": [1], "also": {"attn/max_logit": "max"}, "grid": rates}))
+    sweep.write_text(json.dumps({"overrides": words, "seeds": [1], "also": {"attn/max_logit": "max"}, "grid": rates}))
     return sweep, stored(tmp_path / "results" / "tiny")
 
 
@@ -276,9 +268,8 @@ def test_an_entry_that_breaks_the_rules_is_refused_in_one_line(
 ) -> None:
     sweep, folder = tiny_track(tmp_path)
     monkeypatch.chdir(tmp_path)
-    Path("soft.yaml").write_text(
-        yaml.safe_dump({"name": "soft", "overrides": ["logits=softcap"]} | yaml.safe_load(line))
-    )
+    entry = {"name": "soft", "overrides": ["logits=softcap"]} | yaml.safe_load(line)
+    Path("soft.yaml").write_text(yaml.safe_dump(entry))
     assert run_script(TrackOptions, make, "", ["enter=soft.yaml", f"sweep={sweep}", f"folder={folder}"]) == 2
     said = capsys.readouterr().err
     assert REFUSED[line] in said and said.count("\n") == 1 and not Path("runs").exists()
@@ -332,14 +323,12 @@ def test_a_strangers_board_is_refused_in_one_line(
 def test_an_entry_whose_provenance_is_damaged_is_not_withdrawn(tmp_path: Path) -> None:
     sweep, folder = tiny_track(tmp_path)
     file = enter(folder) / "provenance.json"
-    file.write_text('{"sweep": ')
-    with pytest.raises(ConfigError, match="provenance.json cannot be read"):
-        make(TrackOptions(withdraw="x", reason="bad", sweep=str(sweep), folder=str(folder)))
-    assert file.read_text() == '{"sweep": '
-    file.write_text('{"sweep": 1}')
-    with pytest.raises(ConfigError, match="holds no report"):
-        make(TrackOptions(withdraw="x", reason="bad", sweep=str(sweep), folder=str(folder)))
-    assert file.read_text() == '{"sweep": 1}'  # the board could not be made with it
+    # with the second one the board could not be made
+    for content, says in (('{"sweep": ', "provenance.json cannot be read"), ('{"sweep": 1}', "holds no report")):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=says):
+            make(TrackOptions(withdraw="x", reason="bad", sweep=str(sweep), folder=str(folder)))
+        assert file.read_text() == content
 
 
 def test_a_board_is_full_after_40_comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,13 +553,8 @@ def test_what_github_reads_is_what_the_programs_take() -> None:
     assert {*flows} == {"check.yml", "entries.yml"} and {*files} - {*flows} == {"bug.yml", "entry.yml"}
     assert all(flow["permissions"] == {"contents": "read"} for flow in flows.values())
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    lines = [
-        step["run"]
-        for flow in flows.values()
-        for job in flow["jobs"].values()
-        for step in job["steps"]
-        if "run" in step
-    ]
+    steps = [step for flow in flows.values() for job in flow["jobs"].values() for step in job["steps"]]
+    lines = [step["run"] for step in steps if "run" in step]
     made = [line.removeprefix("make ") for line in lines if line.startswith("make ")]
     assert {*made} <= {*targets} and "pull_request" in flows["entries.yml"][True]  # YAML reads on: as true
     (script,) = (word for line in lines for word in line.split() if word.endswith(".sh"))

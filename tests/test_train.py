@@ -17,7 +17,7 @@ from conftest import QK_NORM_VARIANTS, Program, needs_compiler, run_python, tiny
 from helpers.runs import FP32, SETTINGS, configured, lines, saved_json, weights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from variants import ALL_PAIRS, FULL, LAYOUTS, NORMS
+from variants import ALL_PAIRS, FULL, LAYOUTS, NORMS, fresh
 
 import train
 from core import checkpoint
@@ -116,22 +116,16 @@ def test_every_layout_and_every_norm_trains_below_the_entropy_of_single_characte
 @pytest.mark.parametrize(("tokens", "rows"), [(10**9, [7, 7]), (48, [3, 3, 1] * 2), (1, [1] * 14)])
 def test_on_a_cpu_few_windows_go_through_at_once(tokens: int, rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two micro-batches of seven windows of 16 tokens: the loss and the gradient are those of all 14 together."""
-    network = GPT(tiny_config().gpt, vocab_size=11).double()
-    network.init_weights(0)
+    network = fresh(tiny_config()).double()
     text = np.random.default_rng(0).integers(11, size=500)
     batches = Batches(text, split(len(text), 10, 0, 16), 16, batch_size=7, seed=1)
     x, y = (torch.cat(parts) for parts in zip(*(batches.get_batch(3, i) for i in range(2)), strict=True))
     loss = network(x, y)[1]
     expected = torch.autograd.grad(loss, [*network.parameters()])
     seen: list[int] = []
-
-    class Forward(torch.nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Any:
-            seen.append(len(x))
-            return network(x, y)
-
+    network.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
     monkeypatch.setattr(updates, "CPU_TOKENS", tokens)
-    total = accumulate_gradients(Forward(), batches.prefetch([(3, 0), (3, 1)]), 2, FP32)
+    total = accumulate_gradients(network, batches.prefetch([(3, 0), (3, 1)]), 2, FP32)
     assert seen == rows
     torch.testing.assert_close(total.double(), loss.detach(), rtol=1e-6, atol=0)
     for parameter, gradient in zip(network.parameters(), expected, strict=True):
@@ -142,8 +136,7 @@ def test_on_a_cpu_few_windows_go_through_at_once(tokens: int, rows: list[int], m
 def test_weights_are_cast_once_for_all_of_a_batch(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16, two micro-batches in seven parts each and nine batches of held-out text; the gradients are those of the
     parts one by one, bit for bit, and no weight stays cast for the next update."""
-    network = GPT(tiny_config(activation_checkpointing=checkpointing).gpt, vocab_size=11)
-    network.init_weights(0)
+    network = fresh(tiny_config(activation_checkpointing=checkpointing))
     batches = Batches(np.arange(500) % 11, split(500, 10, 0, 16), 16, batch_size=7, seed=1)
     bf16, parameters = replace(FP32, dtype=torch.bfloat16), list(network.parameters())
     multiplied = [*(m for m in network.modules() if isinstance(m, torch.nn.Linear)), network.transformer.wte]
@@ -230,8 +223,7 @@ def test_gradient_accumulation_changes_neither_loss_nor_gradient_nor_data(corpus
     tokenizer = build_tokenizer("char", text)
     tokens = tokenizer.encode(text)
     batches = Batches(tokens, split(len(tokens), 10, None), 16, 4, config.seed)
-    gpt = GPT(config.gpt, tokenizer.vocab_size)
-    gpt.init_weights(config.seed)
+    gpt = fresh(config, config.seed, tokenizer.vocab_size)
     optimizer = Optimizer(gpt, config)
     for step, line in zip(range(6), lines(tmp_path / "run"), strict=False):
         parts = [batches.get_batch(step, micro_step) for micro_step in range(4)]
@@ -346,14 +338,6 @@ def test_the_program_trains_evaluates_and_starts_afresh(forked: Program, tiny_ru
     forked("train.py", *words, "fresh=true")
     assert (tmp_path / "run.old-1" / "metrics.jsonl").read_bytes() == before[run / "metrics.jsonl"]
     assert lines(run) == lines(tmp_path / "run.old-1")
-
-
-def test_default_run_directories_differ_by_what_decides_the_numbers(corpus: Path, tmp_path: Path) -> None:
-    lp = {"qk_norm": {"name": "lp"}, "data": {"name": "text", "path": str(corpus), "fold": 3}}
-    changed: list[dict[str, Any]] = [{}, {"seed": 2}, lp, {"eval_interval": 1}]
-    names = [replace(configured(corpus, tmp_path, **changes), out_dir=None).run_dir for changes in changed]
-    assert len(set(names)) == 3 and names[0] == names[3]  # a changed interval continues the first run
-    assert names[2].parent == Path("runs") and "-lp_p2_matched-text-fold3-s1337-" in names[2].name
 
 
 def test_dry_run_prints_costs_and_writes_nothing(forked: Program, tiny_run: list[str], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.oracles import causal_logits
 from torch import Tensor
-from variants import CONTESTANTS, build, config_of, random_tokens, refused, rope_of
+from variants import CONTESTANTS, build, config_of, fresh, random_tokens, refused, rope_of
 
 from core.schema import ConfigError
 from data.options import TextFileOptions
@@ -167,8 +167,7 @@ def test_ssmax_starts_as_the_plain_softmax_on_average_over_the_context(name: str
 @pytest.mark.parametrize("name", ["value_norm_untouched", "value_norm_head", "gain_layer+value_norm_learned"])
 def test_values_with_a_gain_start_at_the_size_that_they_have_without_a_norm(name: str) -> None:
     for width in (64, 256):
-        gpt = GPT(config_of("gqa", name, n_embd=width).gpt, 11)
-        gpt.init_weights(0)
+        gpt = fresh(config_of("gqa", name, n_embd=width))
         x = torch.nn.functional.layer_norm(torch.randn(4, 16, width), (width,))
         v = gpt.attentions[0].c_attn(x)[..., -2 * width // 4 :].unflatten(-1, (2, -1)).transpose(1, 2)
         assert (gpt.attentions[0].output.transform_values(v).norm() / v.norm()).item() == pytest.approx(1, abs=0.05)
@@ -267,11 +266,10 @@ def test_dropout_drops_what_the_reference_drops(bend: ops.Bend | None) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["gqa", "mla_q_rank"])
 def test_sigma_reparam_gives_every_projection_the_largest_singular_value_gamma(layout: str) -> None:
-    gpt = GPT(config_of(layout, "sigma_reparam").gpt, 11)
-    gpt.init_weights(0)
+    gpt = fresh(config_of(layout, "sigma_reparam", n_layer=1))
     linears: list[Any] = [m for m in gpt.transformer.h.modules() if isinstance(m, torch.nn.Linear)]
     torch.manual_seed(0)
-    assert len(linears) > 6
+    assert len(linears) == (4 if layout == "gqa" else 7)
     for linear in linears:
         torch.testing.assert_close(linear.matrix(), linear.weight, rtol=1e-5, atol=1e-7)  # gamma starts at sigma(W)
         linear.weight.add_(0.02 * torch.randn_like(linear.weight))
@@ -283,8 +281,7 @@ def test_sigma_reparam_gives_every_projection_the_largest_singular_value_gamma(l
 
 
 def test_sigma_reparam_has_the_gradient_of_gamma_w_over_its_norm() -> None:
-    gpt = GPT(config_of("mha", "sigma_reparam").gpt, 11)
-    gpt.init_weights(0)
+    gpt = fresh(config_of("mha", "sigma_reparam"))
     linear = gpt.double().attentions[0].c_proj
     grad = torch.randn_like(linear.weight)
     found = torch.autograd.grad(linear.reparam(linear.weight), [linear.weight, linear.reparam.gamma], grad)
@@ -395,9 +392,7 @@ def test_quack_scales_the_learning_rates_by_its_papers_algorithms(layout: str, o
         "model": vars(settings.model), "attention": vars(settings.attention), "weights": {"name": "quack"},
         "optim": {"name": optim},
     })  # fmt: skip
-    first, gpt = (GPT(config.gpt, 11) for _ in range(2))
-    for model in (first, gpt):
-        model.init_weights(0)
+    first, gpt = fresh(config), fresh(config)
     plain = GPT(replace(config, weights=TrainConfig().weights).gpt, 11)
     with torch.no_grad():
         for p in gpt.parameters():
@@ -421,8 +416,7 @@ def test_quack_scales_the_learning_rates_by_its_papers_algorithms(layout: str, o
 
 
 def test_quack_gives_the_biases_of_queries_and_keys_the_rates_of_their_rows() -> None:
-    gpt = GPT(config_of("gqa", "quack", bias=True).gpt, 11)
-    gpt.init_weights(1)
+    gpt = fresh(config_of("gqa", "quack", bias=True), seed=1)
     attn: Any = gpt.attentions[0]
     with torch.no_grad():
         attn.c_attn.weight.mul_(3)
@@ -438,8 +432,7 @@ def test_quack_gives_the_biases_of_queries_and_keys_the_rates_of_their_rows() ->
 def test_quack_changes_no_rate_at_the_start_but_by_tau() -> None:
     shape = {"n_layer": 1, "n_embd": 48, "n_head": 6}
     config = load_config({"weights": {"name": "quack", "tau": 0.25}, "model": shape})
-    gpt = GPT(config.gpt, 11)
-    gpt.init_weights(0)
+    gpt = fresh(config)
     block: Any = gpt.transformer.h[0]
     factors = block.weights.update_factors()
     assert len(factors) == 2 and all(torch.allclose(f, torch.tensor(0.25)) for _, f in factors)
@@ -459,9 +452,7 @@ def test_a_contestant_passes_the_start_up_checks(name: str, corpus: Path, tmp_pa
 
 def test_whatever_fills_the_slots_the_other_weights_start_the_same() -> None:
     def weights(layout: str, name: str) -> dict[str, Tensor]:
-        gpt = GPT(config_of(layout, name, **ROPE).gpt, 11)
-        gpt.init_weights(5)
-        return gpt.state_dict()
+        return fresh(config_of(layout, name, **ROPE), seed=5).state_dict()
 
     plain = {layout: weights(layout, "none") for layout in ("mha", "gqa")}
     for name in CONTESTANTS:

@@ -208,8 +208,7 @@ def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_
 def test_a_run_that_diverges_has_failed_with_its_reason(tmp_path: Path, tiny_run: list[str], forked: Program) -> None:
     words = ["optim.learning_rate=1e30", "grad_clip=0", "max_iters=20", "wandb.mode=offline", "out_dir=run"]
     forked("train.py", *tiny_run, *words, status=3)
-    eventually(lambda: any(r["type"] == "exit" for r in inspect(tmp_path / "run")[0]))  # it may end after train.py
-    (records,) = inspect(tmp_path / "run")
+    (records,) = eventually(lambda: ended_recordings(tmp_path / "run", 1))  # W&B may end after train.py
     summary: dict[str, Any] = {}
     for record in records:
         summary |= record.get("summary", {}).get("update", {})
@@ -265,8 +264,14 @@ def trainer(
     return [sys.executable, "-c", TRAINER, *map(str, (out_dir, mode, init_timeout, patience, end, pause))]
 
 
-def finished(*args: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(trainer(*args, **options), cwd=ROOT, capture_output=True, text=True, timeout=180)
+def call(*command: str, cwd: Path = ROOT, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def finished(*args: Any, status: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
+    return call(*trainer(*args, **options), status=status)
 
 
 def recorded(run_dir: Path) -> int:
@@ -297,7 +302,7 @@ def test_dead_server_neither_slows_nor_holds_the_trainer_and_loses_nothing(tmp_p
         assert seconds < 10 and f"goes on in the background; {later}\n" in done.stdout
     else:
         assert done.stdout.count("recorded offline") == 1
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
     assert read_json(tmp_path / "run" / "summary.json")["iter"] == 1000
     eventually(lambda: recorded(tmp_path / "run") == 1000)
 
@@ -317,24 +322,20 @@ def arrived(server: Server, run: str = "run-1") -> list[int]:
 
 
 def sent_later(*folders: Path, status: int = 0) -> str:
-    command = [sys.executable, "-m", "core.wandb_follower", "send", *map(str, folders)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert done.returncode == status, done.stdout
-    return done.stdout
+    return call(sys.executable, "-m", "core.wandb_follower", "send", *map(str, folders), status=status).stdout
 
 
 @pytest.mark.parametrize("words", [[], ["send"], ["snd", "runs/x"]], ids=str)
 def test_a_misspelt_upload_is_refused(words: list[str]) -> None:
-    command = [sys.executable, "-m", "core.wandb_follower", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 2 and "usage" in done.stderr and not done.stdout
+    done = call(sys.executable, "-m", "core.wandb_follower", *words, status=2)
+    assert "usage" in done.stderr and not done.stdout
 
 
 def test_a_server_that_dies_gets_each_line_once_when_it_is_back(tmp_path: Path, server: Server) -> None:
     server.dies_after = 1
     run = tmp_path / "run"
     done = finished(run, "auto", 5, pause=0.008)
-    assert done.returncode == 0 and float(done.stdout.split("logged in ")[1].split()[0]) < 13, done.stdout
+    assert float(done.stdout.split("logged in ")[1].split()[0]) < 13, done.stdout
     assert f"has not got all of this run; later: python -m core.wandb_follower send {run}" in done.stdout
     assert 0 < len(arrived(server)) < 1000 == len(history(inspect(run, "run-*")[0]))
     assert f"not sent: {run} (" in sent_later(run, status=1) and 0 < len(arrived(server)) < 1000  # not back yet
@@ -347,25 +348,28 @@ def test_a_server_that_dies_gets_each_line_once_when_it_is_back(tmp_path: Path, 
     assert server.exits["run-1"] == [0, 0] and json.loads(server.runs["run-1"]["summary"])["status"] == "done"
 
 
+def alive(pid: int) -> list[int]:
+    """Which of the W&B process `pid`, and the service that it started for itself, live (not as a zombie)."""
+    rows = call("ps", "-eo", "pid,stat,args").stdout.splitlines()[1:]
+    of_run = [row for row in rows if row.split()[0] == str(pid) or f"--pid {pid}" in row]
+    return [int(row.split()[0]) for row in of_run if not row.split()[1].startswith("Z")]
+
+
 def kill_with_wandb(command: list[str], begun: Callable[[], bool]) -> None:
     """Start a trainer, and when W&B has begun kill it, its W&B process and that one's service."""
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        pid = next(line for line in process.stdout if line.startswith("W&B process")).split()[-1]
+        pid = int(next(line for line in process.stdout if line.startswith("W&B process")).split()[-1])
         eventually(begun, 120)
-        listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-        service = [row.split()[0] for row in listed.splitlines() if f"--pid {pid}" in row]
-        for number in (str(process.pid), pid, *service):
-            os.kill(int(number), signal.SIGKILL)
-        eventually(lambda: not any(Path(f"/proc/{number}/exe").exists() for number in (pid, *service)))
+        for number in (process.pid, *alive(pid)):
+            os.kill(number, signal.SIGKILL)
+        eventually(lambda: not alive(pid))
 
 
 def sync(run_dir: Path) -> None:
     folders = sorted(map(str, (run_dir / "wandb").glob("offline-run-*")))
-    command = [str(Path(sys.executable).with_name("wandb")), "sync", *folders]
-    done = subprocess.run(command, cwd=run_dir, capture_output=True, text=True, timeout=180)
+    done = call(str(Path(sys.executable).with_name("wandb")), "sync", *folders, cwd=run_dir)
     print(done.stdout, done.stderr)  # shown by a test that fails
-    assert done.returncode == 0
 
 
 def test_recordings_that_a_link_leads_to_are_left_alone(tmp_path: Path) -> None:
@@ -408,8 +412,8 @@ def test_offline_recordings_of_a_run_that_was_killed_hold_each_line_once(tmp_pat
     with open(recording, "r+b") as file:
         file.seek(len(content) - 3000)
         file.write(bytes(3))
-    assert finished(run, "offline", end="killed").returncode == -signal.SIGKILL  # it begins at 0 again
-    assert finished(run, "offline").returncode == 0  # waits for the W&B process of the one before
+    finished(run, "offline", end="killed", status=-signal.SIGKILL)  # it begins at 0 again
+    finished(run, "offline")  # waits for the W&B process of the one before
     lines = [[line["iter"] for line in history(records)] for records in inspect(run)]
     assert sum(lines, []) == [*range(1000)] and 0 < len(lines[0]) < 1000
     sync(run)
@@ -422,7 +426,7 @@ def test_a_run_killed_online_that_goes_on_offline_and_online_doubles_no_point(tm
     kill_with_wandb(trainer(run, "online", 20, pause=0.008), lambda: len(arrived(server)) > 300)
     assert 300 < len(arrived(server)) < 1000
     assert "later: python -m core.wandb_follower send" in finished(run, "offline").stdout
-    assert finished(run, "online", 20).returncode == 0
+    finished(run, "online", 20)
     assert arrived(server) == [*range(1000)]
     sync(run)  # what is recorded offline counts as sent
     assert arrived(server) == [*range(1000)]
@@ -436,7 +440,7 @@ def test_a_run_of_an_agent_has_the_agents_id_and_each_line_once_over_kills(
         for name, value in agents.items():
             under_the_agent.setenv(f"WANDB_{name}", value)
         kill_with_wandb(trainer(run, "offline", pause=0.1), lambda: recorded(run) > 0)
-        assert finished(run, "offline").returncode == 0
+        finished(run, "offline")
     lines = [[line["iter"] for line in history(records)] for records in inspect(run)]
     assert sum(lines, []) == [*range(1000)] and 0 < len(lines[0]) < 1000
     sync(run)
@@ -457,8 +461,7 @@ def test_an_agent_trains_runs_of_the_sweep_in_configs(
     values = {name: {"value": options["values"][-1]} for name, options in sweep["parameters"].items()}
     server.commands = [{"type": "run", "run_id": "agents-1", "program": "train.py", "args": values}]
     for words in (["sweep", str(tmp_path / "sweep.yaml")], ["agent", "--count", "1", "me/nanoqk/sweep-1"]):
-        done = subprocess.run(["wandb", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        call("wandb", *words)
     config = load_config(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()))
     assert {name: {"value": flatten(asdict(config))[name]} for name in values} == values
     eventually(lambda: arrived(server, "agents-1") == [*range(5)], 120)
@@ -483,16 +486,8 @@ def test_disabled_starts_and_imports_nothing_of_wandb(tmp_path: Path) -> None:
     assert len(Metrics.read(tmp_path / "run" / "metrics.jsonl")) == 1000
 
 
-def alive(pid: int) -> bool:
-    """Whether the W&B process `pid`, or the service that it started for itself, lives (not as a zombie)."""
-    listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
-    rows = [row for row in listed.splitlines()[1:] if row.split()[0] == str(pid) or f"--pid {pid}" in row]
-    return any(not row.split()[1].startswith("Z") for row in rows)
-
-
 def test_killed_trainer_has_its_lines_sent_and_leaves_no_process(tmp_path: Path) -> None:
-    done = finished(tmp_path / "run", "offline", end="killed")
-    assert done.returncode == -signal.SIGKILL
+    done = finished(tmp_path / "run", "offline", end="killed", status=-signal.SIGKILL)
     pid = int(done.stdout.split("W&B process ")[1].split()[0])
     eventually(lambda: not alive(pid))
     (records,) = inspect(tmp_path / "run")

@@ -1,11 +1,11 @@
 """What README.md and docs/your_own_variant.md tell a user to type does what they say."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, Program
+from helpers.runs import lines, saved_json
 
 SIZES = [f"attention.{key}" for key in ("kv_rank=8", "nope_dim=8", "rope_dim=4", "v_dim=8")]
 LAYOUTS = {
@@ -41,7 +41,7 @@ def test_a_qk_norm_of_ones_own_trains_samples_and_decodes_as_the_page_says(
 ) -> None:
     done = forked("train.py", *words(corpus, layout, "max_iters=4", "qk_norm.q=0.25"))
     assert "done: val/loss" in done.stdout and "nearly uniform" not in done.stderr
-    summary = json.loads((my_norm.parent / "run" / "summary.json").read_text())
+    summary = saved_json(my_norm.parent / "run", "summary")
     assert [*summary["plugins"]] == ["my_norm"] and len(summary["plugins"]["my_norm"]) == 64
     out = forked("sample.py", "run=run", "start=to be", "num_samples=1", "max_new_tokens=40")
     assert out.stdout.startswith("to be") and out.stderr == "", out.stderr
@@ -65,8 +65,7 @@ def test_the_pages_norm_attends(my_norm: Path, corpus: Path, forked: Program) ->
         more = [f"{key}={n}" for key in ("max_iters", "eval_interval", "checkpoint_interval")]
         more += ["optim.learning_rate=0.02", f"qk_norm.q={q}", f"out_dir=q{q}"]
         done = forked("train.py", *words(corpus, "mha", *more))
-        lines = [json.loads(line) for line in (my_norm.parent / f"q{q}" / "metrics.jsonl").read_text().splitlines()]
-        largest[q] = lines[-1]["attn/max_logit"]
+        largest[q] = lines(my_norm.parent / f"q{q}")[-1]["attn/max_logit"]
         warned = "warning: qk_norm=power bounds every |logit| by 0.35, whatever the weights"
         assert (warned in done.stdout) == (q == 1), done.stdout
     assert largest[1] <= 8**-0.5 + 1e-5 and largest[0.5] > 1.5, largest
@@ -75,8 +74,8 @@ def test_the_pages_norm_attends(my_norm: Path, corpus: Path, forked: Program) ->
 def test_the_pages_optimizer_learns_and_is_listed(my_norm: Path, corpus: Path, forked: Program) -> None:
     own = ["plugins=[my_norm,my_sign]", "optim=sign", "optim.beta=0.9", "optim.learning_rate=0.005"]
     forked("train.py", *words(corpus, "gqa", *own, "max_iters=60", "eval_interval=60", "checkpoint_interval=60"))
-    lines = [json.loads(line) for line in (my_norm.parent / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["val/loss"] < lines[0]["val/loss"] - 0.3
+    logged = lines(my_norm.parent / "run")
+    assert logged[-1]["val/loss"] < logged[0]["val/loss"] - 0.3
     assert "optim=sign" in forked("train.py", "plugins=[my_sign]", "--help").stdout
     unknown = forked("train.py", "plugins=[my_sign]", "optim=sign", "optim.bta=1", status=2).stderr
     assert unknown == "error: optim.bta=1 is unknown; did you mean optim.beta?\n"

@@ -116,10 +116,16 @@ def config_of(attention: str | AttentionOptions, qk_norm: str | QKNormOptions, *
     return config
 
 
-def build(config: TrainConfig, seed: int = 0, dtype: torch.dtype = torch.float64, vocab_size: int = V) -> GPT:
-    """A model away from the special values of initialisation: gains, alphas and learned p differ in every entry."""
+def fresh(config: TrainConfig, seed: int = 0, vocab_size: int = V) -> GPT:
+    """A model as training begins with it, in fp32."""
     gpt = GPT(config.gpt, vocab_size)
     gpt.init_weights(seed)
+    return gpt
+
+
+def build(config: TrainConfig, seed: int = 0, dtype: torch.dtype = torch.float64, vocab_size: int = V) -> GPT:
+    """A model away from the special values of initialisation: gains, alphas and learned p differ in every entry."""
+    gpt = fresh(config, seed, vocab_size)
     g = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in filter(lambda p: p.requires_grad, gpt.parameters()):
