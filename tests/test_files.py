@@ -112,9 +112,11 @@ def test_a_link_within_the_folder_and_a_folder_behind_a_link_are_followed(tmp_pa
     assert read_regular(tmp_path / "link" / "a") == read_regular(tmp_path / "link" / "b") == b"mine"
 
 
-def test_a_user_without_a_home_has_a_cache_in_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+@pytest.mark.parametrize("home", ["~", "."])
+def test_a_user_without_a_home_has_a_cache_in_the_temporary_folder(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never in the current folder, which may hold a stranger's compiled kernels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "" if home == "~" else ".cache")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path.replace("~", home))
     assert cache_folder() == Path(tempfile.gettempdir(), f"nanoqk-{os.getuid()}")
 
 

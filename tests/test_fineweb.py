@@ -390,6 +390,28 @@ def test_a_folder_of_texts_is_a_document_a_file(tmp_path: Path, capsys: pytest.C
     assert files(tmp_path / "resumed") == files(tmp_path / "out")
 
 
+def test_a_folder_of_texts_that_has_changed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for i in range(140):
+        (tmp_path / "in" / f"{i:03d}.txt").write_text(f"Story {i}\nis of {i % 7} lines\n" * (i % 5))
+    config = settings_of((tmp_path / "in", []), tmp_path / "out")
+    assert prepare(config) == 0
+    begun = replace(config, out=str(tmp_path / "begun"))
+    interrupted(begun)
+    first = tmp_path / "in" / "001.txt"
+    first.write_text(first.read_text().swapcase())  # of the same size
+    with pytest.raises(ConfigError, match="is not what .*begun was begun on: its files have changed"):
+        prepare(begun)
+    (tmp_path / "in" / "more.txt").write_text("more")
+    with pytest.raises(ConfigError, match="is not what .*out was begun on: its files have changed"):
+        prepare(config)
+    (tmp_path / "in" / "linked").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="in holds linked, a link to a folder, which is not read"):
+        prepare(replace(config, out=str(tmp_path / "new")))
+    shutil.rmtree(tmp_path / "in")
+    assert prepare(config) == 0  # the shards need it no longer
+
+
 def test_files_of_rows_that_a_split_leaves_out_are_counted(
     parquet: Parquet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

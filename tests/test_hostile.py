@@ -290,7 +290,8 @@ def test_a_strange_line_of_a_plan_is_refused_by_every_program_that_reads_it(
     "about",
     [
         {"sweep": {"title": 3}}, {"sweep": {"parts": {"a": {"title": [1]}}}}, {"sweep": []}, {"sweep": {"parts": 3}},
-        {"frozen": 3}, {"frozen": [1]}, {"frozen": [{}]}, {"name": ["x"]},
+        {"frozen": 3}, {"frozen": [1]}, {"frozen": [{}]}, {"frozen": [{"overrides": [5]}]}, {"name": ["x"]},
+        {"frozen": [{"overrides": {"a": "b"}}]},
     ],
 )  # fmt: skip
 def test_a_strange_sweep_json_is_refused_by_reports_and_launches(about: dict[str, Any], made: Made) -> None:

@@ -1,5 +1,6 @@
 """The live page of scripts/report.py watch=true: its server, its data while files grow, the page in a browser."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -18,14 +19,14 @@ from urllib.request import urlopen
 
 import pytest
 from browser import Page
-from conftest import ROOT, heed_ctrl_c
+from conftest import ROOT, eventually, heed_ctrl_c
 from helpers.refusals import TEXTS
 from helpers.reports import Made, falling, state
 from helpers.sweeps import frozen, tiny_sweep
 
 from core.files import FileLock
 from scripts.report import main
-from scripts.reporting.live import run_content
+from scripts.reporting.live import CLIENTS, run_content
 from scripts.reporting.one_run import RunFiles
 from sweeps import status
 from sweeps.launch import trained
@@ -105,6 +106,11 @@ def test_the_server_answers_two_paths_to_its_own_host_alone(sweep: Made, tmp_pat
             with socket.create_connection(("127.0.0.1", port)) as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves by a reset
                 client.sendall(asked)
+        with contextlib.ExitStack() as clients:
+            for _ in range(CLIENTS + 20):
+                last = clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            assert last.recv(1) == b""  # of more than CLIENTS it is closed
+        eventually(lambda: answer("/") == 200)
         shutil.rmtree(path)
         path.touch()
         assert answer("/p=3-fold0-s1/") == 503 and answer("/data.json") == 200

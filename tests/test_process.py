@@ -96,6 +96,30 @@ def test_what_is_ended_takes_its_children_along(
             os.kill(pid, signal.SIGKILL)
 
 
+def test_a_forked_sibling_keeps_no_child_alive(tmp_path: Path) -> None:
+    mark = {"TEST_MARK": str(tmp_path)}
+    program = (
+        "import os, time\n"
+        "from core.process import start_bound\n"
+        "start_bound(['sleep', '600'])\n"
+        "sibling = os.fork()\n"
+        "print(sibling, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, **mark, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout is not None
+    sibling = max(int(parent.stdout.readline()) for _ in "01")
+    try:
+        eventually(lambda: len(processes_with(mark)) >= 5)  # they, the shells, sleep
+        parent.kill()
+        parent.communicate()
+        eventually(lambda: processes_with(mark) == [sibling])
+    finally:
+        for pid in processes_with(mark):
+            os.kill(pid, signal.SIGKILL)
+
+
 # -----------------------------------------------------------------------------
 # What cannot be printed ends nothing
 

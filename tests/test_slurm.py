@@ -369,8 +369,9 @@ def test_a_task_submitted_from_within_a_job_gets_nothing_of_that_job_and_its_plu
     (tmp_path / "my_plugin.py").touch()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "sbatch").write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\nexit 1\n")
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    for name in ("sbatch", "srun"):  # submitit looks for srun
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\nexit 1\n")
+        (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     of_the_job = ["SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SUBMITIT_EXECUTOR", "RANK", "LOCAL_RANK",
                   "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]  # fmt: skip

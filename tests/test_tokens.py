@@ -13,6 +13,7 @@ from helpers.runs import configured, lines
 
 import train
 from core import checkpoint
+from core.files import cache_folder
 from core.schema import ConfigError
 from data import tokens
 from data.corpora import load_text
@@ -100,6 +101,18 @@ def test_tokens_of_another_rule_or_library_are_made_anew(greek: Path, monkeypatc
     monkeypatch.setattr(tokens, "version", lambda name: "99")
     load_corpus(bpe_of(greek), 16)
     assert made == ["tokens", "bpe", "tokens"]
+
+
+def test_a_cache_file_under_another_name_is_damaged(greek: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text(greek.read_text(encoding="utf-8")[::-1], encoding="utf-8")
+    for text in (greek, tmp_path / "other.txt"):
+        load_corpus(bpe_of(text), 16)
+    for name in ("bpe", "tokens"):
+        one, other = (cache_folder() / name).iterdir()
+        content = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    assert text_of(load_corpus(bpe_of(greek), 16)) == greek.read_text(encoding="utf-8")
 
 
 def test_a_run_of_gpt2_tokens_goes_on_without_the_download(greek: Path, monkeypatch: pytest.MonkeyPatch) -> None:

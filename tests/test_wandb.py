@@ -156,6 +156,9 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
     assert [r["exit"].get("exit_code", 0) for records in recordings for r in records if r["type"] == "exit"] == [255, 0]
     summary = {"status": "done", "iter": 40, "val/loss": 2.5, "records": run.record.hashes()}
     assert read_json(run.path / "summary.json") == sealed(summary)
+    first = wandb_follower.recordings(run.path)[0]
+    os.mkfifo(first.with_name("run-a.wandb"))  # a stranger's
+    assert wandb_follower.last_recorded(first) == 29
 
 
 def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_for(
