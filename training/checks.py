@@ -189,21 +189,15 @@ def held_out_warnings(session: Session) -> Iterator[str]:
 
 
 def target_warnings(x: Tensor, y: Tensor, text: np.ndarray) -> Iterator[str]:
+    """Warnings of targets y (B, T) that do not follow x, and of one token that they are far more often than `text`."""
     if not torch.equal(x[:, 1:], y[:, :-1]):
         yield "the targets of the first batch are not its next tokens"
-    if crowded := crowding(y, text):
-        yield f"one token crowds the targets: {crowded}"
-
-
-def crowding(y: Tensor, tokens: np.ndarray) -> str:
-    """Which token the targets y (B, T) are far more often than `tokens` (n,) are; "" if none."""
     values, counts = y.unique(return_counts=True)
     token, share = int(values[counts.argmax()]), counts.max().item() / y.numel()
-    expected = float((tokens == token).mean())
+    expected = float((text == token).mean())
     by_chance = 5 * math.sqrt(expected * (1 - expected) / y.numel())
-    if share <= expected + by_chance + 0.25:
-        return ""
-    return f"{share:.0%} are token {token}, of the text {expected:.0%}"
+    if share > expected + by_chance + 0.25:
+        yield f"one token crowds the targets: {share:.0%} are token {token}, of the text {expected:.0%}"
 
 
 def initial_loss_margins(model: GPT, text: np.ndarray, lead: float) -> tuple[float, float]:
