@@ -94,10 +94,8 @@ def start_up_checks(session: Session) -> list[str]:
 
 
 def future_seen(session: Session) -> list[str]:
-    """A warning if a token of the first batch moves an earlier logit, in evaluation or in training mode; else none.
-
-    Trained weights are checked again: a part that begins at zero hides a leak from the check at the start.
-    """
+    """A warning if a token of the first batch moves an earlier logit, in evaluation or in training mode. Trained
+    weights are checked again: a part that begins at zero hides a leak at the start."""
     model, device = session.model, session.machine.device
     x, _ = session.data.batches.get_batch(0)  # (B, T)
     if x.size(1) == 1 or model.vocab_size == 1:
@@ -143,14 +141,11 @@ def variants_of(session: Session) -> str:
 
 
 def repetition(batches: Batches, tokens: np.ndarray) -> str:
-    """What repeats if iterations 0 to n, or micro-batches 0 to n of iteration 0, all get the same batch; "" if none.
-
-    n follows from `tokens`, pieces of the training text: windows drawn from it agree in all their first tokens with a
-    probability of at most 1e-9. A text of one repeated token gives no warning.
-    """
+    """What repeats if iterations 0 to n, or micro-batches 0 to n of iteration 0, all get the same batch; else "". n is
+    such that this has a probability of at most 1e-9 by chance. tokens: pieces of the training text."""
     starts = tokens[: max(1, len(tokens) - batches.block_size)]
     same = np.unique(starts, return_counts=True)[1].max() / len(starts)  # P(a first token is equal to the one before)
-    if same == 1:
+    if same == 1:  # a text of one repeated token
         return ""
     n = math.ceil(math.log(1e-9) / (batches.batch_size * math.log(same)))
     x, _ = batches.get_batch(0)
@@ -201,11 +196,8 @@ def target_warnings(x: Tensor, y: Tensor, text: np.ndarray) -> Iterator[str]:
 
 
 def initial_loss_margins(model: GPT, text: np.ndarray, lead: float) -> tuple[float, float]:
-    """How far the initial loss may be below and above model.expected_initial_loss, in nats.
-
-    lead: how much larger the logit of the current token is than the mean of all. Tied weights prefer that token, so the
-    loss is lower where the text repeats tokens, as the spaces of a table.
-    """
+    """How far the initial loss may be below and above model.expected_initial_loss, in nats. lead: the logit of the
+    current token over the mean of all. Tied weights prefer it, which lowers the loss where a text repeats tokens."""
     # of a logit at the start; at most 1, so that a larger one is warned of
     variance = min(1.0, 2 * (model.expected_initial_loss - math.log(model.vocab_size)))
     shares = np.unique(text, return_counts=True)[1] / len(text)

@@ -14,12 +14,9 @@ from training.metrics import REDUCTIONS, row_of
 
 @torch.no_grad()
 def qk_clip(attentions: Sequence[Any], options: NoClipOptions, frozen: Tensor | None = None) -> Tensor | None:
-    """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches.
-
-    gamma = threshold / S for a head whose largest logit S exceeds the threshold, else 1. Large negative logits are not
-    clipped. Returns the maxima before the clip, (n_layer, n_head), without waiting for a GPU; None for qk_clip=none.
-    qk_clip=log changes no weight, nor does a `frozen`, (), of 1.
-    """
+    """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches. qk_clip=log
+    changes no weight, nor does a `frozen`, (), of 1. Returns the maxima before the clip, (n_layer, n_head), without
+    waiting for a GPU; None for qk_clip=none."""
     if options.name == "none":
         return None
     maxima = torch.stack([attention.pop_max_logits() for attention in attentions])
@@ -34,7 +31,7 @@ def qk_clip(attentions: Sequence[Any], options: NoClipOptions, frozen: Tensor | 
 
 
 def gammas(maxima: Tensor, options: QKClipOptions) -> Tensor:
-    """threshold / max where the largest logit exceeds the threshold, else 1; of any shape."""
+    """threshold / S where the largest logit S exceeds the threshold, else 1. Large negative logits do not count."""
     return torch.where(maxima > options.threshold, options.threshold / maxima, 1.0)
 
 
