@@ -12,9 +12,9 @@ from model.ops import at_least_fp32, matmul_dtype
 LOGITS_AT_ONCE = 2**26  # elements; a loss of more logits is computed some positions at a time
 
 
-def max_positions_with_logits(batch: int, vocab_size: int) -> int:
+def max_positions_with_logits(vocab_size: int) -> int:
     """The most positions that a window may have for its loss to come with logits; at least 1."""
-    return max(1, LOGITS_AT_ONCE // (batch * vocab_size))
+    return max(1, LOGITS_AT_ONCE // vocab_size)
 
 
 def loss_bytes(n_logits: int) -> int:
@@ -27,7 +27,7 @@ def logits_and_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor 
     """Logits (B, T, V) = x W^T, None if they are more than LOGITS_AT_ONCE, and their mean cross-entropy in nats, (), of
     x (B, T, C), weight (V, C), targets (B, T), -1 is ignored."""
     if targets.numel() * len(weight) > LOGITS_AT_ONCE:
-        rows = max_positions_with_logits(1, len(weight))
+        rows = max_positions_with_logits(len(weight))
         gradients = torch.is_grad_enabled()
         return None, LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), rows, gradients)
     logits = F.linear(x, weight)

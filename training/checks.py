@@ -212,7 +212,7 @@ def loss_warnings(session: Session, x: Tensor, y: Tensor, text: np.ndarray) -> I
     model, machine = session.model, session.machine
     alone = replace(machine, world=World())  # every rank computes all of it
     x, y = x[:4, :1024].to(machine.device), y[:4, :1024].to(machine.device)
-    few = max_positions_with_logits(1, model.vocab_size)
+    few = max_positions_with_logits(model.vocab_size)
     with torch.no_grad(), machine.autocast():
         logits, loss = model.eval()(x[:1, :few], y[:1, :few])
         own = F.cross_entropy(logits[0].float(), y[0, :few]).item()

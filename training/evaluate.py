@@ -90,8 +90,7 @@ def sample_within_budget(session: Session, step: int) -> str | None:
 
 
 def sample_text(session: Session) -> str:
-    """The first held-out token and what the model writes after it, about TEXT_CHARACTERS of text. The
-    generators of training are not used."""
+    """The first held-out token and what the model writes after it. The generators of training are not used."""
     model, tokenizer = session.model, session.data.corpus.tokenizer
     start = diagnosed_batch(session)[:1, :1]
     tokens, was_training = start[0].tolist(), model.training

@@ -36,8 +36,7 @@ def gammas(maxima: Tensor, options: QKClipOptions) -> Tensor:
 
 
 def qk_clip_line(maxima: Tensor, options: NoClipOptions) -> dict[str, float]:
-    """The metrics of maxima (n_layer, n_head): the largest, of all and a layer; with qk_clip=clip the number of heads
-    over the threshold (in GQA their whole group is scaled), and the smallest gamma."""
+    """The metrics of maxima (n_layer, n_head); with qk_clip=clip also the heads over the threshold, the least gamma."""
     line = {"qk_clip/max_logit": maxima.max().item()}
     assert line["qk_clip/max_logit"] != -math.inf, "no training forward since the last update"
     line |= {f"qk_clip/max_logit/layer_{i}": m for i, m in enumerate(maxima.amax(1).tolist())}

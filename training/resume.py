@@ -52,8 +52,7 @@ def labelled_trajectory(config: TrainConfig) -> dict[str, Any]:
 
 
 def say_if_begun_before(config: TrainConfig) -> None:
-    """Say where the same command has begun a run with a default that has changed since: its directory has another
-    name."""
+    """Say where the same command has begun a run, in a directory of another name, when a default was another one."""
     earlier, words = with_earlier_defaults(config)
     if earlier.run_dir.exists() and not config.run_dir.exists():
         added = " ".join(words)
