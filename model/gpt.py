@@ -217,17 +217,11 @@ class KVCache:
 
 class CausalAttention(nn.Module):
     """Base class of the layouts: softmax(scale q k^T) v, and what QK-Clip and the diagnostics observe of q and k.
-
-    A layout defines forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context) and, for
-    QK-Clip, scale_logits(gamma, balance). It sets n_head, p_dropout and, for RoPE, rope_dim, the rotated channels of a
-    head. Its forward calls attend(). Where it has all keys it also calls observe(), which tracks QK-Clip's maxima and
-    calls probe(q, k, scale), a hook of the diagnostics. fill_slots() adds what logits=, softmax= and output= ask for.
-    A subclass whose attend() calls this one sets wraps_attend = True.
-    """
+    docs/your_own_variant.md says what a layout defines and sets."""
 
     n_head: int
     p_dropout: float
-    wraps_attend = False
+    wraps_attend = False  # True where the attend() of a subclass calls this one
     caches_keys = False  # new_cache() holds keys and values
     bend: ops.Bend | None = None  # what logits= does to each logit
     plain_softmax = True  # False where logits= bends the logits or softmax= changes the sum: SDPA has neither
@@ -235,7 +229,7 @@ class CausalAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.max_logits: Tensor | None = None
-        self.probe: Callable[[Tensor, Tensor, float], None] | None = None
+        self.probe: Callable[[Tensor, Tensor, float], None] | None = None  # of the diagnostics
 
     def fill_slots(self, config: GPTConfig, v_dim: int) -> None:
         self.logits = slots.LOGITS[config.logits.name](config.logits, config)
@@ -253,7 +247,7 @@ class CausalAttention(nn.Module):
         return self.softmax(*ops.attention_and_lse(q, k, v, scale, p, self.bend))
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> None:
-        """q (B, nh, T, dk), k (B, nkv, T, dk): normalised and rotated, the factors of the logits."""
+        """q (B, nh, T, dk), k (B, nkv, T, dk) of all positions: normalised and rotated, the factors of the logits."""
         if self.max_logits is not None and self.training:
             self.max_logits = torch.maximum(self.max_logits, ops.max_logits(q.detach(), k.detach(), scale))
         if self.probe is not None:
