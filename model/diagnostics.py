@@ -29,7 +29,7 @@ def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
     """Values of every attention head on the sequences idx (B, T), in evaluation mode; docs/tracking.md says what each
     is. Draws no random numbers.
 
-    Keys are attn/VALUE/layer_I/head_J, of what a layer has once with head_0 alone. attn/VALUE is the mean over layers
+    Keys are attn/VALUE/layer_I/head_J; a value of the whole layer has head_0 alone. attn/VALUE is the mean over layers
     and heads, of max_logit the maximum. max_logit is what the softmax gets, scaled or capped by logits=; entropy and
     effective_keys are those of the plain softmax, means over the queries.
     """

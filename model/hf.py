@@ -162,7 +162,7 @@ def settings_from(config: Config, weights: State) -> GPTConfig:
         if not mla and config["num_key_value_heads"] == config["num_attention_heads"]:
             settings["attention"] = {"name": "mha", "head_dim": config["head_dim"]}
     if kind == "qwen3":
-        settings["qk_norm"] = {"name": "rms", "eps": model["norm_eps"]}
+        settings["qk_norm"] = {"name": "rms", "eps": model["norm_eps"]}  # theirs has one eps
     found: GPTConfig = settings_of(GPTConfig, settings)
     with torch.device("meta"):
         same = GPT(found, config["vocab_size"])

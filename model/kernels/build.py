@@ -35,7 +35,7 @@ DIGEST = hashlib.sha256().digest_size
 
 def load() -> bool:
     """Load the operators torch.ops.nanoqk, which the first use compiles in some 20 seconds. False without a compiler,
-    and with a warning where it fails."""
+    and after a warning where the compiler fails."""
     try:
         command = shlex.split(os.environ.get("CXX") or "g++")
         if not program_of(command):
