@@ -162,10 +162,8 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
 
 
 def evaluate(run: Run, step: int) -> dict[str, Any]:
-    """The validation losses, the diagnostics and the spike score after `step` updates. Raises: Diverged.
-
-    Per-layer values go to diagnostics.jsonl alone, a sample of text to samples.jsonl.
-    """
+    """The validation losses, the diagnostics and the spike score after `step` updates. Values of a layer go to
+    diagnostics.jsonl alone, a sample of text to samples.jsonl. Raises: Diverged."""
     session = run.session
     losses: dict[str, Any] = validation_loss(session) | sampled_losses(session)
     run.dir.log(line_in_words({"iter": step, **losses}))

@@ -12,26 +12,22 @@ from model.ops import at_least_fp32, matmul_dtype
 LOGITS_AT_ONCE = 2**26  # elements; a loss of more logits is computed some positions at a time
 
 
-def max_positions_with_logits(batch: int, vocab_size: int) -> int:
+def max_positions_with_logits(vocab_size: int) -> int:
     """The most positions that a window may have for its loss to come with logits; at least 1."""
-    return max(1, LOGITS_AT_ONCE // (batch * vocab_size))
+    return max(1, LOGITS_AT_ONCE // vocab_size)
 
 
 def loss_bytes(n_logits: int) -> int:
-    """Bytes that the loss of so many logits takes for a while, besides what autograd saves: two fp32 numbers a logit.
-
-    They are the gradients of log_softmax's output and input; in LinearCrossEntropy that input and output themselves.
-    """
+    """Bytes that the loss of so many logits takes for a while, besides what autograd saves: two fp32 numbers a logit,
+    input and output of log_softmax or their gradients."""
     return 8 * min(n_logits, LOGITS_AT_ONCE)
 
 
 def logits_and_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Logits (B, T, V) = x W^T, None if they are more than LOGITS_AT_ONCE, and their mean cross-entropy in nats, ().
-
-    x (B, T, C), weight (V, C), targets (B, T), -1 is ignored.
-    """
+    """Logits (B, T, V) = x W^T, None if they are more than LOGITS_AT_ONCE, and their mean cross-entropy in nats, (), of
+    x (B, T, C), weight (V, C), targets (B, T), -1 is ignored."""
     if targets.numel() * len(weight) > LOGITS_AT_ONCE:
-        rows = max_positions_with_logits(1, len(weight))
+        rows = max_positions_with_logits(len(weight))
         gradients = torch.is_grad_enabled()
         return None, LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), rows, gradients)
     logits = F.linear(x, weight)
@@ -40,9 +36,8 @@ def logits_and_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor 
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy in nats, (), of logits x W^T, `rows` positions at a time and never held whole.
-
-    x (N, C), weight (V, C), targets (N,), -1 is ignored.
+    """Mean cross-entropy in nats, (), of logits x W^T, `rows` positions at a time and never held whole: x (N, C),
+    weight (V, C), targets (N,), -1 is ignored.
 
     With `gradients` the forward also computes those of the sum, which backward scales: no logits are kept or
     computed twice (as in Liger Kernel's fused linear cross-entropy). Matmuls are in autocast's dtype, as F.linear's

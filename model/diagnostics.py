@@ -26,17 +26,12 @@ LEAK_PREFIX = 1024  # positions: a longer sequence is tested at three places of 
 
 @torch.no_grad()
 def diagnose(model: GPT, idx: Tensor) -> dict[str, float]:
-    """Values of every attention head on the sequences idx (B, T), in evaluation mode. Draws no random numbers.
+    """Values of every attention head on the sequences idx (B, T), in evaluation mode; docs/tracking.md says what each
+    is. Draws no random numbers.
 
-    max_logit                          as the softmax gets it: scaled or capped by logits=
-    entropy, effective_keys            of the plain softmax in nats, and its exponential; means over the queries
-    q_norm, k_norm                     mean 2-norm before the QK norm
-    q_gain, k_gain                     mean |gain| over the channels, where the QK norm has gains; one per layer
-    With the Lp norm:
-    alpha, q_p, k_p                    one per layer or per head
-    q_g_mean, q_g_std, k_g_mean, …     mean and standard deviation of g = ||x||_2 / ||x||_p
-    Where MLA normalises its RoPE channels on their own, they are the sides q_rope and k_rope.
-    Keys are attn/VALUE/layer_I/head_J. attn/VALUE is the mean over layers and heads; for max_logit the maximum.
+    Keys are attn/VALUE/layer_I/head_J; a value of the whole layer has head_0 alone. attn/VALUE is the mean over layers
+    and heads, of max_logit the maximum. max_logit is what the softmax gets, scaled or capped by logits=; entropy and
+    effective_keys are those of the plain softmax, means over the queries.
     """
     tables: list[dict[str, Tensor]] = [{} for _ in model.attentions]
     hooks = []
@@ -104,10 +99,8 @@ def qk_norms(attn: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def logit_bound(attn: nn.Module) -> float:
-    """The largest |logit| that the QK norms of a layer allow with equal gains, as at the start, for any weights.
-
-    Infinite where alpha is learned, where queries or keys have no norm, and where logits= scales the logits.
-    """
+    """The largest |logit| that the QK norms of a layer allow with equal gains, as at the start, for any weights;
+    infinite where alpha is learned, where queries or keys have no norm, and where logits= scales the logits."""
     norms, scale, logits = qk_norms(attn), getattr(attn, "logit_scale", None), getattr(attn, "logits", None)
     scaled = logits is not None and logits.options.name != "none"
     bounded = norms and not any(isinstance(norm, NoNorm) for norm in norms.values())
@@ -214,10 +207,8 @@ def relative_change(earlier: Tensor, later: Tensor) -> Tensor:
 
 
 def sdpa_backend(model: GPT, batch_size: int) -> str | None:
-    """What PyTorch's SDPA computes a training batch with: flash, efficient, cudnn, or math, which holds T x T.
-
-    None where a layer calls no SDPA. The caller sets autocast as training does. The model is left in training mode.
-    """
+    """What PyTorch's SDPA computes a training batch with: flash, efficient, cudnn, or math, which holds T x T; None
+    where a layer calls no SDPA. The caller sets autocast as training does. The model is left in training mode."""
     weight, found = model.transformer.wte.weight, SDPABackendRecorder()
     x = torch.zeros(batch_size, model.block_size, weight.size(1), device=weight.device, requires_grad=True)  # (B, T, C)
     with found:
@@ -238,11 +229,8 @@ class SDPABackendRecorder(TorchFunctionMode):
 
 
 def activation_bytes(model: GPT, batch_size: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes that a training forward of (batch_size, block_size) on `device` in `dtype` saves for the backward pass.
-
-    With activation checkpointing the bytes of one recomputed block are added. Nothing is computed or allocated:
-    PyTorch's fake tensors have shapes only.
-    """
+    """Bytes that a training forward of (batch_size, block_size) on `device` in `dtype` saves for the backward pass, and
+    with activation checkpointing those of one recomputed block. Nothing is allocated: fake tensors have shapes only."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     kept: dict[int, int] = {}

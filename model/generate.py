@@ -19,11 +19,8 @@ def sample_token(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw one token per row, (B, V) -> (B,). Temperature 0 is greedy.
-
-    top_k keeps the k likeliest tokens. top_p then keeps the smallest set of the likeliest tokens whose probability at
-    this temperature reaches p, at least one token.
-    """
+    """Draw one token per row, (B, V) -> (B,). Temperature 0 is greedy. top_k keeps the k likeliest tokens. top_p then
+    keeps the fewest of them whose probability at this temperature reaches p, at least one."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float()
@@ -65,34 +62,28 @@ def generate(
     """Continue the prompts idx (B, T), T >= 1: yields the next token of each row, (B,), max_new_tokens times.
 
     A full cache is filled again with the last half of its tokens, so that past block_size a token is predicted from
-    block_size / 2 to block_size tokens. Matmuls and the cache have `dtype`, unless kv_cache_dtype() widens the cache.
+    block_size / 2 to block_size tokens. Matmuls and the cache have `dtype`, but keys and values on a CPU at least fp32.
     """
     generator = torch.Generator(idx.device).manual_seed(seed)
     max_len = min(model.block_size, idx.size(1) + max_new_tokens)
-    cache_dtype = kv_cache_dtype(dtype, idx.device) if model.attentions[0].caches_keys else dtype
+    cache_dtype = dtype
+    if idx.is_cpu and model.attentions[0].caches_keys:  # in fp32 SDPA of one query is several times faster
+        cache_dtype = torch.promote_types(dtype, torch.float32)
     caches = model.new_caches(idx.size(0), max_len, cache_dtype)
-    window = idx[:, -model.block_size :]  # the tokens in the cache
+    window = idx[:, -model.block_size :]  # the tokens that the next one follows
     swaps = decoding_weights(model, dtype)
-    with decoding(swaps, dtype, idx.device):
-        logits = prefill(model, window, caches)
     for i in range(max_new_tokens):
+        full = window.size(1) > model.block_size
+        if full:
+            window = window[:, -max(1, model.block_size // 2) :]
+        with decoding(swaps, dtype, idx.device):
+            if i == 0 or full:
+                logits = prefill(model, window, caches)
+            else:
+                logits = decode_one_token(model, window[:, -1], caches, window.size(1) - 1)
         token = sample_token(logits, temperature, top_k, top_p, generator)
         yield token
-        if i + 1 == max_new_tokens:
-            return
-        pos = window.size(1)
         window = torch.cat([window, token[:, None]], 1)
-        with decoding(swaps, dtype, idx.device):
-            if pos < model.block_size:
-                logits = decode_one_token(model, token, caches, pos)
-            else:
-                window = window[:, -max(1, model.block_size // 2) :]
-                logits = prefill(model, window, caches)
-
-
-def kv_cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type of cached keys and values: on a CPU at least fp32, where SDPA of one query is several times faster."""
-    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
 Swaps = list[tuple[dict[str, Any], dict[str, Any]]]  # an attribute dictionary of a module, and the values to put there

@@ -103,8 +103,7 @@ class LpNorm(QKNorm):
     """x / ||x||_p over each head's channels (Enhanced QKNorm, eq. 12-14). p >= 1, inf included.
 
     p=learned makes p = 1 + softplus(raw_p) a parameter, one a head, that starts at 2; queries and keys have their own.
-    Computed in fp32 at least; no power overflows. A zero vector maps to zero, with zero gradient. For
-    p != 2 the norm is not invariant under rotations, RoPE's among them.
+    For p != 2 the norm is not invariant under rotations, RoPE's among them.
     """
 
     p_tensor: Tensor | None  # (); None if p is inf
@@ -133,16 +132,12 @@ class LpNorm(QKNorm):
         return ops.lp_norm(x, self.p, alpha)
 
 
-# The names are those of model/options.py's QK_NORM_OPTIONS.
 QK_NORMS |= {"none": NoNorm, "lp": LpNorm, "rms": QKRMSNorm, "layernorm": QKLayerNorm}
 
 
 class Alpha(LateInit):
     """The learnable positive logit scale of the Lp norm (Enhanced QKNorm, eq. 15): one a layer, or one a head.
-
-    `alpha_map` maps the free parameter `raw` to alpha: exp, softplus, or linear, which is |raw|. `block_dims` are the
-    channel counts of the blocks that are normalised separately: (hs,), or MLA's (dn, dr).
-    """
+    block_dims: the channels of each block that is normalised separately, (hs,) or MLA's (dn, dr)."""
 
     MAPS: dict[str, Callable[[Tensor], Tensor]] = {"exp": torch.exp, "softplus": F.softplus, "linear": torch.abs}
 
@@ -180,10 +175,8 @@ class LogitScale(nn.Module):
 
 
 def initial_alpha(options: LpNormOptions, block_dims: tuple[int, ...], block_size: int) -> float:
-    """The alpha that a run starts from.
-
-    For Gaussian vectors the initial logits have Var = alpha^2 * (sum over blocks of E[g]^4 / d), for blocks of d
-    channels and E[g] = mean_norm_ratio(p, d), which is 1 at p = 2.
+    """The alpha that a run starts from. For Gaussian vectors the initial logits have Var = alpha^2 * (sum over blocks
+    of E[g]^4 / d), for blocks of d channels and E[g] = mean_norm_ratio(p, d), which is 1 at p = 2.
 
     henry    log2(L^2 - L) for the context length L (Henry et al. 2020)
     sqrt_d   Var = 1 at p = 2; for one block alpha is sqrt(hs), and p = 2 equals RMS QK-norm
@@ -202,10 +195,8 @@ def initial_alpha(options: LpNormOptions, block_dims: tuple[int, ...], block_siz
 
 @functools.lru_cache
 def mean_norm_ratio(p: float, head_dim: int) -> float:
-    """E[g], g = ||x||_2 / ||x||_p, for x ~ N(0, 1)^head_dim: logits are alpha cos(q, k) g(q) g(k).
-
-    Measured on 16384 vectors of a fixed seed: good to about 0.1 %.
-    """
+    """E[g], g = ||x||_2 / ||x||_p, for x ~ N(0, 1)^head_dim: logits are alpha cos(q, k) g(q) g(k). Measured on vectors
+    of a fixed seed: good to about 0.1 %."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(16384, head_dim, dtype=torch.float64, generator=g, device="cpu")  # whatever the default device is
     x /= x.abs().amax(-1, keepdim=True)  # no power overflows
@@ -226,17 +217,11 @@ class KVCache:
 
 class CausalAttention(nn.Module):
     """Base class of the layouts: softmax(scale q k^T) v, and what QK-Clip and the diagnostics observe of q and k.
-
-    A layout defines forward(x, rope, cache, pos), new_cache(batch, max_len, dtype), flops_per_token(context) and, for
-    QK-Clip, scale_logits(gamma, balance). It sets n_head, p_dropout and, for RoPE, rope_dim, the rotated channels of a
-    head. Its forward calls attend(). Where it has all keys it also calls observe(), which tracks QK-Clip's maxima and
-    calls probe(q, k, scale), a hook of the diagnostics. fill_slots() adds what logits=, softmax= and output= ask for.
-    A subclass whose attend() calls this one sets wraps_attend = True.
-    """
+    docs/your_own_variant.md says what a layout defines and sets."""
 
     n_head: int
     p_dropout: float
-    wraps_attend = False
+    wraps_attend = False  # True where the attend() of a subclass calls this one
     caches_keys = False  # new_cache() holds keys and values
     bend: ops.Bend | None = None  # what logits= does to each logit
     plain_softmax = True  # False where logits= bends the logits or softmax= changes the sum: SDPA has neither
@@ -244,7 +229,7 @@ class CausalAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.max_logits: Tensor | None = None
-        self.probe: Callable[[Tensor, Tensor, float], None] | None = None
+        self.probe: Callable[[Tensor, Tensor, float], None] | None = None  # of the diagnostics
 
     def fill_slots(self, config: GPTConfig, v_dim: int) -> None:
         self.logits = slots.LOGITS[config.logits.name](config.logits, config)
@@ -262,7 +247,7 @@ class CausalAttention(nn.Module):
         return self.softmax(*ops.attention_and_lse(q, k, v, scale, p, self.bend))
 
     def observe(self, q: Tensor, k: Tensor, scale: float) -> None:
-        """q (B, nh, T, dk), k (B, nkv, T, dk): normalised and rotated, the factors of the logits."""
+        """q (B, nh, T, dk), k (B, nkv, T, dk) of all positions: normalised and rotated, the factors of the logits."""
         if self.max_logits is not None and self.training:
             self.max_logits = torch.maximum(self.max_logits, ops.max_logits(q.detach(), k.detach(), scale))
         if self.probe is not None:
@@ -280,10 +265,7 @@ class CausalAttention(nn.Module):
 
 
 class GroupedQueryAttention(CausalAttention):
-    """Causal self-attention with n_kv_head keys and values: multi-head (all), grouped-query, multi-query (1).
-
-    The QK norm acts on the queries and keys of each head, then RoPE rotates them.
-    """
+    """Causal self-attention with n_kv_head keys and values: multi-head (all), grouped-query, multi-query (1)."""
 
     caches_keys = True
 
@@ -334,10 +316,8 @@ class GroupedQueryAttention(CausalAttention):
 
     @torch.no_grad()
     def scale_logits(self, gamma: Tensor, balance: float) -> None:
-        """Multiply head h's logits by gamma[h], (nh,): queries take gamma^balance, keys the rest (QK-Clip).
-
-        The heads of a group share their key, so the smallest gamma of the group counts for all of them.
-        """
+        """Multiply head h's logits by gamma[h], (nh,): queries take gamma^balance, keys the rest (QK-Clip). A group
+        shares its key, so that the smallest gamma of its heads counts for all of them."""
         assert type(self.q_norm) is NoNorm, "a QK norm undoes the scaling"
         gamma = gamma.view(self.n_kv_head, -1).amin(1)  # (nkv,)
         per_query_head = gamma.repeat_interleave(self.n_head // self.n_kv_head)
@@ -355,16 +335,12 @@ class GroupedQueryAttention(CausalAttention):
 
 @dataclass
 class LatentCache:
-    """MLA's cache: the normalised latent, and the rotated RoPE key that all heads share; no key or value of one head.
-
-    With a QK norm also key_scale, one number a token and head. Unified LayerNorm adds mean_term = key_scale * the key's
-    mean.
-    """
+    """MLA's cache: the normalised latent, and the rotated RoPE key that all heads share; no keys or values of heads."""
 
     latent: Tensor  # (B, max_len, kr)
     k_rope: Tensor  # (B, max_len, dr)
-    key_scale: Tensor | None  # (B, nh, max_len, 1), contiguous over the heads of a token
-    mean_term: Tensor | None  # (B, nh, max_len, 1)
+    key_scale: Tensor | None  # (B, nh, max_len, 1), contiguous over the heads of a token; of a QK norm
+    mean_term: Tensor | None  # (B, nh, max_len, 1): key_scale * the key's mean; of unified LayerNorm
 
 
 Cache = KVCache | LatentCache
@@ -757,10 +733,8 @@ class GPT(nn.Module):
         return sum(p.nbytes for p in self.parameters()) + 3 * tables // 2
 
     def flops_per_token(self) -> int:
-        """Training FLOPs a token, forward and backward: 6 N + 12 L C T (PaLM, appendix B; nanoGPT's estimate_mfu).
-
-        N excludes embeddings that are only looked up.
-        """
+        """Training FLOPs a token, forward and backward: 6 N + 12 L C T (PaLM, appendix B; nanoGPT's estimate_mfu). N
+        excludes embeddings that are only looked up."""
         n = self.num_params(non_embedding=True)
         n -= 0 if self.lm_head is None else self.transformer.wte.weight.numel()
         return 6 * n + sum(attn.flops_per_token(self.block_size) for attn in self.attentions)

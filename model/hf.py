@@ -140,10 +140,7 @@ def config_json(model: Any) -> Config:
 
 def settings_from(config: Config, weights: State) -> GPTConfig:
     """The settings of the model in a folder: GPT-2 as the Hub has it (the names by gpt2_names()), or what
-    hugging_face() gives, where a QK norm has the eps of the other norms.
-
-    Raises: ConfigError for a model that is not ours, KeyError for a missing key.
-    """
+    hugging_face() gives. Raises: ConfigError for a model that is not ours, KeyError for a missing key."""
     kind = config.get("model_type")
     require(kind in MODEL_TYPES, f"model_type={show(kind)} must be one of {', '.join(MODEL_TYPES)}")
     gpt2 = kind == "gpt2"
@@ -165,7 +162,7 @@ def settings_from(config: Config, weights: State) -> GPTConfig:
         if not mla and config["num_key_value_heads"] == config["num_attention_heads"]:
             settings["attention"] = {"name": "mha", "head_dim": config["head_dim"]}
     if kind == "qwen3":
-        settings["qk_norm"] = {"name": "rms", "eps": model["norm_eps"]}
+        settings["qk_norm"] = {"name": "rms", "eps": model["norm_eps"]}  # theirs has one eps
     found: GPTConfig = settings_of(GPTConfig, settings)
     with torch.device("meta"):
         same = GPT(found, config["vocab_size"])

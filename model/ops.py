@@ -75,11 +75,8 @@ def residual_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, ce
 
 
 def lp_norm(x: Tensor, p: float | Tensor, alpha: Tensor | None = None) -> Tensor:
-    """x / ||x||_p along the last dimension, (..., hs) -> (..., hs), times alpha (nh or 1, 1, 1).
-
-    p >= 1 is a number, inf included, or a tensor: () or, with x (B, nh, T, hs), (nh, 1, 1). A zero vector maps to zero,
-    with zero gradient.
-    """
+    """x / ||x||_p along the last dimension, (..., hs) -> (..., hs), times alpha (nh or 1, 1, 1); p >= 1, inf included,
+    is a number or a tensor, () or (nh, 1, 1). A zero vector maps to zero, with zero gradient."""
     if kernels.can_use_lp_norm(x, p):
         return nanoqk.lp_norm(x, alpha, p)
     u, _ = scale_by_absmax(at_least_fp32(x))
@@ -133,11 +130,8 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Zero each element with probability p and scale the rest by 1 / (1 - p).
-
-    On a CPU F.dropout draws its mask serially, which takes a third of a training step. So a byte of random_bytes()
-    decides for each element there, and p is rounded to one of 1/256 .. 255/256 (0.2 to 0.1992; the scale follows).
-    """
+    """Zero each element with probability p and scale the rest by 1 / (1 - p). On a CPU, where F.dropout draws its mask
+    serially, a byte of random_bytes() decides for each element, and p is rounded to one of 1/256 .. 255/256."""
     if p == 0 or not x.is_cpu:
         return F.dropout(x, p)
     seed, dropped = draw_seed(), out_of_256(p)
@@ -304,13 +298,12 @@ def attention_and_lse_reference(
 
 
 class BlockedAttention(torch.autograd.Function):
-    """Causal attention for training on a CPU. SDPA's derivative in bf16 is several times slower, and with dropout it
-    draws T x T masks serially.
+    """Causal attention for training on a CPU, where SDPA's derivative in bf16 is several times slower, and its dropout
+    draws T x T masks serially: q, k (B, nh, T, dk), v (B, nh, T, dv) -> (B, nh, T, dv).
 
-    q (B, nh, T, dk), k (B, nh, T, dk), v (B, nh, T, dv) -> (B, nh, T, dv). A block of queries meets the keys up to the
-    last of them, so that little more than half of T x T is computed. Logits are in fp32 at least. The probabilities are
-    kept for the derivative, in v's dtype: at POSITIONS they take about the memory of the rest of a block. Of longer
-    sequences without dropout SDPA keeps none.
+    A block of queries meets the keys up to the last of them, so that little more than half of T x T is computed. The
+    probabilities are kept for the derivative, in v's dtype: at POSITIONS they take about the memory of the rest of a
+    block. Of longer sequences without dropout SDPA keeps none.
     """
 
     POSITIONS = 1024
@@ -373,18 +366,15 @@ def max_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def visible_logits(q: Tensor, k: Tensor, scale: float, bend: Bend | None = None) -> Iterator[Tensor]:
-    """bend(scale q_i . k_j) in fp32, -inf where j > i, a few queries at a time so that T x T is never held.
-
-    q (B, nh, T, dk), k (B, nkv, T, dk) -> (B, nh, rows, keys up to the last of these queries). Autocast, which would
-    round the logits to bf16, is off.
-    """
+    """bend(scale q_i . k_j) in fp32, -inf where j > i, a few queries at a time so that T x T is never held:
+    q (B, nh, T, dk), k (B, nkv, T, dk) -> (B, nh, rows, keys up to the last of these queries)."""
     B, nh, T, _ = q.shape
     q, k = q.float(), k.float().repeat_interleave(nh // k.size(1), 1)
     rows = queries_at_once(B, nh, T, q.device.type)
     matmul = matmul_3xtf32 if q.is_cuda else torch.matmul
     for i in range(0, T, rows):
         end = min(i + rows, T)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):  # which would round the logits to bf16
             logits = matmul(q[:, :, i:end], k[:, :, :end].transpose(-2, -1)) * scale
         yield (logits if bend is None else bend(logits)).masked_fill(is_future(end - i, end, q.device), -math.inf)
 

@@ -57,11 +57,9 @@ class Variant(LateInit):
 
 
 class QKNorm(Variant):
-    """gain * (x - mean) * scale(x) for vectors x (..., hs). One instance normalises queries, another one keys.
+    """gain * (x - mean) * scale(x) for vectors x (..., hs). One instance normalises queries, another one keys. Your own
+    norm defines scale(x), and may have a `gain` and be `centred`: docs/your_own_variant.md.
 
-    Your own norm defines `scale(x)`: (..., hs) -> (..., 1), in fp32 at least. It may have a `gain`, a parameter of
-    shape (hs,), or (nh hs,) for gains of each head (not with unified MLA). It may be `centred`; `scale` receives x
-    before the mean is subtracted. It gets an alpha only if its options derive from LpNormOptions.
     scale() exists beside forward(), which applies all of this, because absorbed MLA decoding computes no normalised
     key: it multiplies the query by the gain, and caches scale() of each key.
     """
@@ -79,6 +77,7 @@ class QKNorm(Variant):
             nn.init.ones_(self.gain)
 
     def scale(self, x: Tensor) -> Tensor:
+        """(..., hs) -> (..., 1), in fp32 at least. x is as it was before its mean is subtracted."""
         raise ConfigError(f"qk_norm={self.options.name}: the class {type(self).__name__} defines no scale(x)")
 
     @property

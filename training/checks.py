@@ -94,10 +94,8 @@ def start_up_checks(session: Session) -> list[str]:
 
 
 def future_seen(session: Session) -> list[str]:
-    """A warning if a token of the first batch moves an earlier logit, in evaluation or in training mode; else none.
-
-    Trained weights are checked again: a part that begins at zero hides a leak from the check at the start.
-    """
+    """A warning if a token of the first batch moves an earlier logit, in evaluation or in training mode. Trained
+    weights are checked again: a part that begins at zero hides a leak at the start."""
     model, device = session.model, session.machine.device
     x, _ = session.data.batches.get_batch(0)  # (B, T)
     if x.size(1) == 1 or model.vocab_size == 1:
@@ -143,14 +141,11 @@ def variants_of(session: Session) -> str:
 
 
 def repetition(batches: Batches, tokens: np.ndarray) -> str:
-    """What repeats if iterations 0 to n, or micro-batches 0 to n of iteration 0, all get the same batch; "" if none.
-
-    n follows from `tokens`, pieces of the training text: windows drawn from it agree in all their first tokens with a
-    probability of at most 1e-9. A text of one repeated token gives no warning.
-    """
+    """What repeats if iterations 0 to n, or micro-batches 0 to n of iteration 0, all get the same batch; else "". n is
+    such that this has a probability of at most 1e-9 by chance. tokens: pieces of the training text."""
     starts = tokens[: max(1, len(tokens) - batches.block_size)]
     same = np.unique(starts, return_counts=True)[1].max() / len(starts)  # P(a first token is equal to the one before)
-    if same == 1:
+    if same == 1:  # a text of one repeated token
         return ""
     n = math.ceil(math.log(1e-9) / (batches.batch_size * math.log(same)))
     x, _ = batches.get_batch(0)
@@ -189,29 +184,20 @@ def held_out_warnings(session: Session) -> Iterator[str]:
 
 
 def target_warnings(x: Tensor, y: Tensor, text: np.ndarray) -> Iterator[str]:
+    """Warnings of targets y (B, T) that do not follow x, and of one token that they are far more often than `text`."""
     if not torch.equal(x[:, 1:], y[:, :-1]):
         yield "the targets of the first batch are not its next tokens"
-    if crowded := crowding(y, text):
-        yield f"one token crowds the targets: {crowded}"
-
-
-def crowding(y: Tensor, tokens: np.ndarray) -> str:
-    """Which token the targets y (B, T) are far more often than `tokens` (n,) are; "" if none."""
     values, counts = y.unique(return_counts=True)
     token, share = int(values[counts.argmax()]), counts.max().item() / y.numel()
-    expected = float((tokens == token).mean())
+    expected = float((text == token).mean())
     by_chance = 5 * math.sqrt(expected * (1 - expected) / y.numel())
-    if share <= expected + by_chance + 0.25:
-        return ""
-    return f"{share:.0%} are token {token}, of the text {expected:.0%}"
+    if share > expected + by_chance + 0.25:
+        yield f"one token crowds the targets: {share:.0%} are token {token}, of the text {expected:.0%}"
 
 
 def initial_loss_margins(model: GPT, text: np.ndarray, lead: float) -> tuple[float, float]:
-    """How far the initial loss may be below and above model.expected_initial_loss, in nats.
-
-    lead: how much larger the logit of the current token is than the mean of all. Tied weights prefer that token, so the
-    loss is lower where the text repeats tokens, as the spaces of a table.
-    """
+    """How far the initial loss may be below and above model.expected_initial_loss, in nats. lead: the logit of the
+    current token over the mean of all. Tied weights prefer it, which lowers the loss where a text repeats tokens."""
     # of a logit at the start; at most 1, so that a larger one is warned of
     variance = min(1.0, 2 * (model.expected_initial_loss - math.log(model.vocab_size)))
     shares = np.unique(text, return_counts=True)[1] / len(text)
@@ -226,7 +212,7 @@ def loss_warnings(session: Session, x: Tensor, y: Tensor, text: np.ndarray) -> I
     model, machine = session.model, session.machine
     alone = replace(machine, world=World())  # every rank computes all of it
     x, y = x[:4, :1024].to(machine.device), y[:4, :1024].to(machine.device)
-    few = max_positions_with_logits(1, model.vocab_size)
+    few = max_positions_with_logits(model.vocab_size)
     with torch.no_grad(), machine.autocast():
         logits, loss = model.eval()(x[:1, :few], y[:1, :few])
         own = F.cross_entropy(logits[0].float(), y[0, :few]).item()

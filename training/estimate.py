@@ -30,26 +30,21 @@ class Cost(NamedTuple):
 
 def dry_run(config: TrainConfig) -> int:
     """Print the settings and what the run would be. Returns the exit status."""
-    machine, data = set_up_machine(config), read_data(config)
-    if machine.world.rank > 0:
-        return 0
-    require_fitting_weights(config, data)
-    print(to_yaml(config), end="")
-    for key, value in report(config, machine, data).items():
-        print(f"{key + ':':15s}{value}")
+    machine, data = require_startable(config)
+    if machine.world.rank == 0:
+        print(to_yaml(config), end="")
+        for key, value in report(config, machine, data).items():
+            print(f"{key + ':':15s}{value}")
     return 0
 
 
-def require_startable(config: TrainConfig) -> None:
-    """Raise ConfigError where the run cannot start: no such device, no corpus, too little text, unfit weights."""
+def require_startable(config: TrainConfig) -> tuple[Machine, Data]:
+    """What a run starts with. Raises: ConfigError for no such device, no corpus, too little text, unfit weights."""
     machine, data = set_up_machine(config), read_data(config)
     check_optimizer(config, machine.device)
-    require_fitting_weights(config, data)
-
-
-def require_fitting_weights(config: TrainConfig, data: Data) -> None:
     if config.init_from is not None:
         load_initial_weights(config, GPT(config.gpt, data.corpus.tokenizer.vocab_size), data.corpus)
+    return machine, data
 
 
 def estimate(config: TrainConfig) -> tuple[float, int]:
@@ -62,7 +57,6 @@ def estimate(config: TrainConfig) -> tuple[float, int]:
 def report(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
     """The lines that a dry run prints, as {label: text}."""
     corpus, dtype = data.corpus, machine.dtype
-    check_optimizer(config, machine.device)
     model = checked_meta_model(config, corpus.tokenizer.vocab_size)
     n, flops = model.num_params(), model.flops_per_token()
     rows = rows_at_once(config.batch_size, config.model.block_size, machine.device)

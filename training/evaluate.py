@@ -25,10 +25,8 @@ DIAGNOSED_TOKENS = 2**13  # the diagnostics compute every logit of these windows
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, batches: Iterable[Batch], machine: Machine) -> float:
-    """Nats a token over `batches` of (B, T) inputs and targets, where targets of -1 do not count.
-
-    The ranks share the batches out. The model is put into evaluation mode and back; nothing random is drawn.
-    """
+    """Nats a token over `batches` of (B, T) inputs and targets, which the ranks share out. Targets of -1 do not count.
+    The model is put into evaluation mode and back; nothing random is drawn."""
     world, device = machine.world, machine.device
     losses, counts = [], []
     was_training = model.training
@@ -72,21 +70,16 @@ def sampled_losses(session: Session) -> dict[str, float]:
 
 
 def diagnosed_batch(session: Session) -> Tensor:
-    """The inputs that diagnostics are computed on, (B, T): the first held-out windows, the same at each evaluation.
-
-    B is at most 4, and less where DIAGNOSED_TOKENS allows fewer windows. Windows shorter than the first are dropped.
-    """
+    """The inputs that diagnostics are computed on, (B, T): the first held-out windows, at most 4 and at least 1."""
     windows = max(1, DIAGNOSED_TOKENS // session.config.model.block_size)
     x, y = (part[:windows] for part in next(session.data.batches.eval_batches(4)))
-    lengths = (y >= 0).sum(1)  # without padding
+    lengths = (y >= 0).sum(1)  # without padding; windows shorter than the first are dropped
     return x[lengths == lengths[0], : int(lengths[0])].to(session.machine.device)
 
 
 def sample_within_budget(session: Session, step: int) -> str | None:
-    """sample_text(); None where samples have taken more than TEXT_SHARE of the time so far, but not at the end.
-
-    None also where tokens are no text, and on ranks other than 0.
-    """
+    """sample_text(); None where samples have taken more than TEXT_SHARE of the time so far, unless the run is at its
+    end; where tokens are no text; and on ranks other than 0."""
     began = time.perf_counter()
     over = session.text_seconds > TEXT_SHARE * (began - session.began)
     if session.machine.world.rank or not session.data.text_per_target[1] or (over and step < session.config.max_iters):
@@ -97,8 +90,7 @@ def sample_within_budget(session: Session, step: int) -> str | None:
 
 
 def sample_text(session: Session) -> str:
-    """The first held-out token and what the model writes after it, about TEXT_CHARACTERS of text. The
-    generators of training are not used."""
+    """The first held-out token and what the model writes after it. The generators of training are not used."""
     model, tokenizer = session.model, session.data.corpus.tokenizer
     start = diagnosed_batch(session)[:1, :1]
     tokens, was_training = start[0].tolist(), model.training
@@ -124,10 +116,8 @@ def find_lowest(run_dir: RunDir, saved: RunState | None) -> LowestLoss:
 
 
 def spike_score(losses: list[float], window: int = 1000, sigmas: float = 7.0, least: int = 30) -> float | None:
-    """Percentage of losses at least `sigmas` standard deviations from the mean of the `window` before them (OLMo 2).
-
-    None while no loss has `least` others before it. From running sums: exact to round-off for losses below 1e6.
-    """
+    """Percentage of losses at least `sigmas` standard deviations from the mean of the `window` before them (OLMo 2);
+    None while no loss has `least` others before it. From running sums: exact to round-off for losses below 1e6."""
     if len(losses) <= least:
         return None
     values = np.array(losses) - np.mean(losses)  # small numbers: their squares round less

@@ -1,7 +1,4 @@
-"""Known bugs that report a loss that is too good to be true: fault=NAME, for sweep=gqa_audit and to test the checks.
-
-Each changes one model or one Batches object; fault=none changes nothing.
-"""
+"""Known bugs that report a loss that is too good to be true: fault=NAME, for sweep=gqa_audit and to test the checks."""
 
 import types
 from dataclasses import replace

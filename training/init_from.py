@@ -41,9 +41,7 @@ def with_init_sha256(config: TrainConfig) -> TrainConfig:
 
 def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> list[str]:
     """Load the weights of init_from into the model of a run that has no checkpoint of its own. Returns warnings.
-
-    Raises: ConfigError naming what does not fit.
-    """
+    Raises: ConfigError naming what does not fit."""
     if config.init_from is None:
         return []
     begun = not config.fresh and bool(checkpoint.step_dirs(config.run_dir / "ckpt"))
@@ -119,15 +117,9 @@ def trained_on_held_out(origin: TrainConfig, corpus: Corpus) -> bool:
     return any(start < end and first < last for first, end in trained for start, last in corpus.split.val)
 
 
-# -----------------------------------------------------------------------------
-# What a command leaves open
-
-
 def begun_with(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """group -> the origin's settings of it, and of the data its kind of tokens. given: what the command line names.
-
-    Where the origin is gone they are those of the run in out_dir, which it goes on; {} without one: see sha256_of().
-    """
+    """group -> the origin's settings of it, and of the data its kind of tokens. Where the origin is gone they are those
+    of the run in out_dir, which goes on; {} without one: sha256_of() raises. given: what the command line names."""
     try:
         origin = read_origin(str(given["init_from"]))
         config, tokenizer = origin.config, origin.tokenizer

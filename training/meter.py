@@ -26,10 +26,8 @@ class Diverged(Exception):
 
 
 class Meter:
-    """Takes the numbers of each update as tensors, and reads those of several updates at once.
-
-    For each update: start(), then add(). read() raises Diverged for the first update that is not finite, however many
-    were made after it. readings: those of the checkpoint from which a resumed run goes on.
+    """For each update: start(), then add(). read() raises Diverged for the first update that is not finite, however
+    many were made after it. readings: those of the checkpoint from which a resumed run goes on.
 
     The line of iteration 250 holds val/loss before update 250, train/loss and grad_norm of update 250, and tok_per_sec,
     mfu and qk_clip/... of all updates since the line before.
@@ -63,10 +61,8 @@ class Meter:
         self.train_seconds += time.perf_counter() - self._update_began
 
     def read(self, line: Mapping[str, Any]) -> dict[str, float]:
-        """Read the updates since the last read(). Returns train/loss and grad_norm of the last one.
-
-        line: what is known of the last update's iteration. Raises: Diverged.
-        """
+        """Read the updates since the last read(). Returns train/loss and grad_norm of the last one. line: what is known
+        of its iteration. Raises: Diverged."""
         began = time.perf_counter()
         steps, numbers, maxima = zip(*self._unread, strict=True)
         self._unread = []

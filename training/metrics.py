@@ -21,18 +21,14 @@ EVALUATION = "val/loss"  # the lines of evaluations have it; W&B's summary has i
 
 @dataclass(frozen=True)
 class Metric:
-    """A key of metrics.jsonl, and what docs/tracking.md says of it. words: what titles and axes call it; "": its key.
-
-    unit: what they add in brackets. thins: the reduction of the values of several updates, or of a span of a drawn
-    curve. spec: its format in the log. shown: where.
-    """
+    """A key of metrics.jsonl, and what docs/tracking.md says of it."""
 
     key: str
     says: str
-    words: str = ""
-    unit: str = ""
-    thins: str = "mean"
-    spec: str = ".4f"
+    words: str = ""  # what titles and axes call it; "": its key
+    unit: str = ""  # what they add in brackets
+    thins: str = "mean"  # the reduction of the values of several updates, or of a span of a drawn curve
+    spec: str = ".4f"  # its format in the log
     shown: tuple[Place, ...] = ()
 
     @property

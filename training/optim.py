@@ -189,12 +189,8 @@ OURS = (AdamW, Muon)
 
 
 class Optimizer:
-    """What training calls: the optimizer of optim= for all trained parameters. One that is `hidden_only` has the
-    matrices of the blocks, and AdamW the rest.
-
-    It gets each projection of a fused matrix as a view of the weight's rows. Orthogonalised as one matrix, they would
-    share singular vectors.
-    """
+    """What training calls: the optimizer of optim= for all trained parameters. One that is `hidden_only` gets each
+    projection of a fused matrix as a view: orthogonalised as one matrix, they would share singular vectors."""
 
     def __init__(self, model: nn.Module, config: TrainConfig):
         o, kind = config.optim, class_of(config)

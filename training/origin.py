@@ -37,19 +37,16 @@ EMBEDDINGS = ("transformer.wte.weight", "lm_head.weight")
 
 @dataclass(frozen=True)
 class Origin:
-    """weights: for a model of ours, under our names. rows: of the embedding. tokenizer: None where it is unknown.
-
-    free: settings in which a model may differ. state: of a checkpoint of ours, else {}. step: the updates that it had.
-    """
+    """A model that others keep, or a run of ours."""
 
     config: GPTConfig
-    weights: Callable[[GPT], dict[str, Tensor]]
-    rows: int
-    tokenizer: Tokenizer | None
+    weights: Callable[[GPT], dict[str, Tensor]]  # for a model of ours, under our names
+    rows: int  # of the embedding
+    tokenizer: Tokenizer | None  # None where it is unknown
     notes: list[str] = field(default_factory=list)
-    free: tuple[str, ...] = ()
-    state: dict[str, Any] = field(default_factory=dict)
-    step: int = 0
+    free: tuple[str, ...] = ()  # settings in which a model may differ
+    state: dict[str, Any] = field(default_factory=dict)  # of a checkpoint of ours
+    step: int = 0  # the updates that it had
 
     def weights_for(self, model: GPT) -> dict[str, Tensor]:
         """Rows past the tokenizer are cut. The model may be on the meta device. Raises: ConfigError where they are not

@@ -14,12 +14,9 @@ from training.metrics import REDUCTIONS, row_of
 
 @torch.no_grad()
 def qk_clip(attentions: Sequence[Any], options: NoClipOptions, frozen: Tensor | None = None) -> Tensor | None:
-    """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches.
-
-    gamma = threshold / S for a head whose largest logit S exceeds the threshold, else 1. Large negative logits are not
-    clipped. Returns the maxima before the clip, (n_layer, n_head), without waiting for a GPU; None for qk_clip=none.
-    qk_clip=log changes no weight, nor does a `frozen`, (), of 1.
-    """
+    """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches. qk_clip=log
+    changes no weight, nor does a `frozen`, (), of 1. Returns the maxima before the clip, (n_layer, n_head), without
+    waiting for a GPU; None for qk_clip=none."""
     if options.name == "none":
         return None
     maxima = torch.stack([attention.pop_max_logits() for attention in attentions])
@@ -34,13 +31,12 @@ def qk_clip(attentions: Sequence[Any], options: NoClipOptions, frozen: Tensor | 
 
 
 def gammas(maxima: Tensor, options: QKClipOptions) -> Tensor:
-    """threshold / max where the largest logit exceeds the threshold, else 1; of any shape."""
+    """threshold / S where the largest logit S exceeds the threshold, else 1. Large negative logits do not count."""
     return torch.where(maxima > options.threshold, options.threshold / maxima, 1.0)
 
 
 def qk_clip_line(maxima: Tensor, options: NoClipOptions) -> dict[str, float]:
-    """The metrics of maxima (n_layer, n_head): the largest, of all and a layer; with qk_clip=clip the number of heads
-    over the threshold (in GQA their whole group is scaled), and the smallest gamma."""
+    """The metrics of maxima (n_layer, n_head); with qk_clip=clip also the heads over the threshold, the least gamma."""
     line = {"qk_clip/max_logit": maxima.max().item()}
     assert line["qk_clip/max_logit"] != -math.inf, "no training forward since the last update"
     line |= {f"qk_clip/max_logit/layer_{i}": m for i, m in enumerate(maxima.amax(1).tolist())}

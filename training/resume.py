@@ -52,8 +52,7 @@ def labelled_trajectory(config: TrainConfig) -> dict[str, Any]:
 
 
 def say_if_begun_before(config: TrainConfig) -> None:
-    """Say where the same command has begun a run with a default that has changed since: its directory has another
-    name."""
+    """Say where the same command has begun a run, in a directory of another name, when a default was another one."""
     earlier, words = with_earlier_defaults(config)
     if earlier.run_dir.exists() and not config.run_dir.exists():
         added = " ".join(words)
@@ -61,20 +60,16 @@ def say_if_begun_before(config: TrainConfig) -> None:
 
 
 def look(config: TrainConfig, world: World) -> bool:
-    """Whether the run that `config` describes is at its end. Writes nothing.
-
-    Raises: ConfigError, on every rank, where open_run_dir() would.
-    """
+    """Whether the run that `config` describes is at its end. Writes nothing. Raises: ConfigError, on every rank, where
+    open_run_dir() would."""
     if world.rank == 0:
         say_if_begun_before(config)
     return said_by_rank_0(world, lambda: rundir.look(run_request(config)))
 
 
 def open_run_dir(config: TrainConfig, world: World) -> RunDir:
-    """Rank 0 opens and locks the run directory, and so looks again; the others get one that writes nothing.
-
-    Raises: ConfigError, on every rank.
-    """
+    """Rank 0 opens and locks the run directory, and so looks again; the others get one that writes nothing. Raises:
+    ConfigError, on every rank."""
     opened: list[RunDir] = []  # stays on rank 0; the ranks share the answer alone
 
     def is_finished() -> bool:
@@ -100,11 +95,8 @@ def said_by_rank_0(world: World, ask: Callable[[], bool]) -> bool:
 
 
 def resume(session: Session, run_dir: RunDir) -> RunState | None:
-    """Load the newest checkpoint into model and optimizer. Returns its state; None where the run begins.
-
-    Raises: ConfigError where dtype, text, tokenizer or max_iters does not fit the checkpoint, and where the ranks found
-    different ones.
-    """
+    """Load the newest checkpoint into model and optimizer. Returns its state; None where the run begins. Raises:
+    ConfigError where it does not fit the run, and where the ranks found different ones."""
     try:
         saved = load_checkpoint(run_dir)
         steps = dist.gather(-1 if saved is None else saved.step)

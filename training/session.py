@@ -48,10 +48,7 @@ RESIDENT = 16  # data.on_device=auto keeps the corpus on a GPU whose memory is a
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run trains: its ranks, this rank's device, the number format of matmuls.
-
-    about_threads: for the log, why there are fewer threads than usual.
-    """
+    """Where a run trains. dtype: of matmuls. about_threads: for the log, why there are fewer threads than usual."""
 
     world: World
     device: torch.device
@@ -97,12 +94,11 @@ class Session:
 
     def join_ranks(self) -> None:
         """Average gradients over the ranks. It comes before the first forward pass: DDP has the compiler split the
-        graph, so that communication overlaps. accumulate_gradients() says which backward pass exchanges gradients.
-        """
+        graph, so that communication overlaps."""
         if self.machine.world.size > 1:
             devices = [self.machine.device] if self.machine.device.type == "cuda" else None
             ddp = DistributedDataParallel(self.forward, devices, broadcast_buffers=False)
-            ddp.require_backward_grad_sync = False
+            ddp.require_backward_grad_sync = False  # accumulate_gradients() says when
             self.forward = ddp
 
     @cached_property
@@ -176,9 +172,8 @@ def setup(config: TrainConfig, machine: Machine | None = None) -> Session:
     model = GPT(config.gpt, vocab_size)
     model.init_weights(config.seed)
     model.to(machine.device)
-    if config.fault.name != "none":
-        faults.inject_into_model(config, model)
-        faults.inject_into_batches(config, data.batches)
+    faults.inject_into_model(config, model)
+    faults.inject_into_batches(config, data.batches)
     forward = compile_model(model, config) if is_compiled(config, machine.device) else model
     if config.qk_clip.name != "none":
         for attention in model.attentions:
@@ -212,11 +207,8 @@ def saved_state(config: TrainConfig) -> dict[str, Any]:
 
 
 def choose_threads(config: TrainConfig, world: World, device: torch.device) -> tuple[int, str]:
-    """The number of CPU threads, and for the log why it is below torch's default.
-
-    A new run leaves CPUs to programs that use them: a thread that shares its CPU holds up all others. A resumed run
-    keeps its number, as another one may round differently. Raises: ConfigError.
-    """
+    """The number of CPU threads, and for the log why it is below torch's default. A resumed run keeps its number, as
+    another one may round differently. Raises: ConfigError."""
     if config.threads:
         cpus = os.cpu_count() or 1
         require(config.threads <= cpus, f"threads={config.threads} must be <= {cpus}, the CPUs here")
@@ -232,7 +224,8 @@ def choose_threads(config: TrainConfig, world: World, device: torch.device) -> t
 
 
 def idle_threads(device: torch.device) -> int:
-    """Torch's number of CPU threads, but on a CPU none for CPUs that other programs keep busy."""
+    """Torch's number of CPU threads, but on a CPU none for CPUs that other programs keep busy: a thread that shares its
+    CPU holds up all others."""
     asked = "OMP_NUM_THREADS" in os.environ  # sweeps and torchrun set it
     idle = None if asked or device.type != "cpu" else idle_cpus()
     return DEFAULT_THREADS if idle is None else max(1, min(DEFAULT_THREADS, round(idle)))

@@ -10,11 +10,8 @@ from core.schema import convert, require, show
 
 @dataclass
 class LowestLoss:
-    """The lowest val/loss so far, and its iteration.
-
-    Where max_iters is no multiple of eval_interval, the run ends with an extra evaluation, which a longer run would not
-    have. `keep_step` is then the best checkpoint before it, which a longer run would need; else it is None.
-    """
+    """The lowest val/loss so far, and its iteration. Where max_iters is no multiple of eval_interval, the run ends with
+    an extra evaluation. `keep_step` is then the best checkpoint before it, which a longer run would need."""
 
     loss: float = math.inf
     step: int | None = None
@@ -36,15 +33,12 @@ class LowestLoss:
 
 @dataclass(frozen=True)
 class Readings:
-    """What the meter has read. train_loss: of the last finite update. clip_metrics: QK-Clip's, since the last line.
+    """What the meter has read."""
 
-    Seconds of the whole run over all resumes, and of its updates alone.
-    """
-
-    train_loss: float | None = None
-    clip_metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    train_seconds: float = 0.0
+    train_loss: float | None = None  # of the last finite update
+    clip_metrics: dict[str, float] = field(default_factory=dict)  # QK-Clip's, since the last line
+    seconds: float = 0.0  # of the whole run, over all resumes
+    train_seconds: float = 0.0  # of its updates alone
 
 
 UNKNOWN = "unknown"  # corpus_sha256 of imported weights
@@ -53,15 +47,11 @@ UNKNOWN = "unknown"  # corpus_sha256 of imported weights
 @dataclass(frozen=True)
 class Facts:
     """What is recorded with a run besides its settings: in its summary, its checkpoints and W&B. A checkpoint of an
-    earlier version lacks some; None is "not known", or "there is none".
+    earlier version lacks some; None is "not known", or "there is none"."""
 
-    sdpa: on a GPU, the backend of attention. init_from: path -> SHA-256 of its weights. fault, start_up_warnings: of a
-    run whose losses are wrong on purpose. sees_future: how a trained model does.
-    """
-
-    sdpa: str | None = None
+    sdpa: str | None = None  # on a GPU, the backend of attention
     plugins: dict[str, str] | None = None
-    init_from: dict[str, str] | None = None
+    init_from: dict[str, str] | None = None  # path -> SHA-256 of its weights
     dtype: str | None = None
     corpus_sha256: str | None = None
     device: str | None = None
@@ -78,9 +68,9 @@ class Facts:
     torch: str | None = None
     python: str | None = None
     threads: int | None = None
-    fault: str | None = None
-    start_up_warnings: list[str] | None = None
-    sees_future: str | None = None
+    fault: str | None = None  # the losses are wrong on purpose
+    start_up_warnings: list[str] | None = None  # of a run with a fault
+    sees_future: str | None = None  # how a trained model does
 
     def to_json(self) -> dict[str, Any]:
         """None is left out, but that of the commit: outside a checkout there is none."""
@@ -97,21 +87,16 @@ KINDS = {**get_type_hints(Facts), "start_up_warnings": list | None}
 
 @dataclass(frozen=True)
 class RunState:
-    """What state.json has; the tensors, of model and optimizer, are those of Session.tensors().
+    """What state.json has. The tensors of model and optimizer are those of Session.tensors()."""
 
-    step: updates made. evaluation_due: eval_interval asks for an evaluation of this step; a resume makes it, or makes
-    it again, as the records are cut back to before it. lowest: the lowest val/loss before this step, and its iteration.
-    config, tokenizer: their content. records: file -> SHA-256 of what it then had.
-    """
-
-    step: int
+    step: int  # updates made
     config: dict[str, Any]
     tokenizer: dict[str, Any]
     facts: Facts
-    evaluation_due: bool = False
+    evaluation_due: bool = False  # at this step: a resume makes it (again), as the records are cut back to before it
     readings: Readings = Readings()
-    lowest: tuple[float, int] | None = None
-    records: dict[str, str] = field(default_factory=dict)
+    lowest: tuple[float, int] | None = None  # the lowest val/loss before this step, and its iteration
+    records: dict[str, str] = field(default_factory=dict)  # file -> SHA-256 of what it then had
 
     def to_json(self) -> dict[str, Any]:
         """state.json but its records, which are known when the checkpoint is written."""

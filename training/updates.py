@@ -82,9 +82,7 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 def step_optimizer(session: Session, loss: Tensor, frozen: Tensor) -> tuple[Tensor, Tensor]:
     """Make the update and drop the gradients; no weight changes where `frozen`, (), is 1 or the update is not finite.
-
-    Returns the norm of the gradients before clipping, and the new `frozen`.
-    """
+    Returns the norm of the gradients before clipping, and the new `frozen`."""
     norm = clip_gradients(session)
     frozen = frozen.masked_fill(~(loss + norm).isfinite(), 1)
     with applying_weights_variant(session.model):

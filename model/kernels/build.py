@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -35,10 +34,8 @@ DIGEST = hashlib.sha256().digest_size
 
 
 def load() -> bool:
-    """Load the operators torch.ops.nanoqk, which the first use compiles in some 20 seconds; False without a compiler.
-
-    A compiler that fails costs a warning line.
-    """
+    """Load the operators torch.ops.nanoqk, which the first use compiles in some 20 seconds. False without a compiler,
+    and after a warning where the compiler fails."""
     try:
         command = shlex.split(os.environ.get("CXX") or "g++")
         if not program_of(command):
@@ -69,36 +66,26 @@ def load() -> bool:
 
 def compile_library(command: list[str], scratch: Path) -> Path:
     """Raises subprocess.SubprocessError where the compiler fails or hangs."""
-    objects = [scratch / f"{source.stem}.o" for source in SOURCES]
+    objects, library = [scratch / f"{source.stem}.o" for source in SOURCES], scratch / "linked.so"
+    run_at_once(command, [[*FLAGS, "-c", a, "-o", b] for a, b in zip(SOURCES, objects, strict=True)])
+    run_at_once(command, [[*objects, "-o", library, *LINKS]])
+    return library
+
+
+def run_at_once(command: list[str], calls: list[list[str | Path]]) -> None:
+    """Call the compiler with each of these arguments. One that fails or hangs ends the others."""
     program = program_of(command)
-    running: list[subprocess.Popen[bytes]] = []
-
-    def call(*arguments: str | Path) -> None:
-        full = [*program, *map(str, arguments), *command[len(program) :]]  # options of CXX come last: they count
-        with start_bound(full, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            running.append(process)
-            try:
-                _, said = process.communicate(timeout=SECONDS)
-            except subprocess.TimeoutExpired:
-                end(process)
-                raise
-        if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, full, stderr=said)
-
-    with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(call, *FLAGS, "-c", a, "-o", b) for a, b in zip(SOURCES, objects, strict=True)]
-        try:
-            for job in jobs:
-                job.result()
-        except BaseException:  # Ctrl-C does not reach processes of another session
-            pool.shutdown(wait=False, cancel_futures=True)
-            while not all(job.done() for job in jobs):  # one may just be starting its compiler
-                for process in running:
-                    end(process)
-                time.sleep(0.01)
-            raise
-    call(*objects, "-o", scratch / "linked.so", *LINKS)
-    return scratch / "linked.so"
+    with contextlib.ExitStack() as stack:
+        running = []
+        for arguments in calls:
+            full = [*program, *map(str, arguments), *command[len(program) :]]  # options of CXX come last: they count
+            process = stack.enter_context(start_bound(full, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+            stack.callback(end, process)  # Ctrl-C does not reach processes of another session
+            running.append((full, process))
+        for full, process in running:
+            _, said = process.communicate(timeout=SECONDS)
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, full, stderr=said)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -18,10 +18,8 @@ from model.slots import LateInit, Weights, register
 
 
 class Reparam(LateInit):
-    """W (rows, columns) -> gamma / sigma(W) * W for each of its projections.
-
-    `u` is the right singular vector so far, a row a projection. It is no trained weight, but a checkpoint must hold it.
-    """
+    """W (rows, columns) -> gamma / sigma(W) * W for each of its projections. `u`, a row a projection, is the right
+    singular vector so far: no trained weight, but a checkpoint must hold it."""
 
     def __init__(self, linear: Linear):
         super().__init__()
