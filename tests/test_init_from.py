@@ -24,6 +24,7 @@ from model.gpt import GPT
 from sample import load_asked_run, load_run
 from scripts import audit
 from scripts.export_hf import export
+from scripts.import_checkpoint import ImportOptions, import_run
 from sweeps.launch import main as launch
 from sweeps.plan import read_plan
 from training.init_from import load_initial_weights, with_init_sha256
@@ -218,7 +219,8 @@ def corpus_of(tokenizer: CharTokenizer) -> Corpus:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_an_exported_folder_gives_the_same_logits(name: str, tmp_path: Path) -> None:
+@torch.no_grad()
+def test_an_exported_folder_gives_a_new_run_and_an_imported_one_the_same_logits(name: str, tmp_path: Path) -> None:
     """Exactly where one eps serves all norms, else to the round-off of a factor."""
     ours = random_model(VARIANTS[name][1])
     export(ours, CHARS, tmp_path / "hf")
@@ -226,10 +228,14 @@ def test_an_exported_folder_gives_the_same_logits(name: str, tmp_path: Path) -> 
     new = GPT(config.gpt, CHARS.vocab_size)
     new.init_weights(7)
     assert load_initial_weights(with_init_sha256(config), new, corpus_of(CHARS)) == []
+    assert import_run(ImportOptions(str(tmp_path / "hf"), str(tmp_path / "run"))) == 0
+    imported = load_run(tmp_path / "run" / "ckpt" / "best", torch.device("cpu")).model
     idx = random_tokens(CHARS, 3, config.model.block_size)
-    exact = VARIANTS[name][0] in ("GPT2", "Llama")
-    with torch.no_grad():
-        torch.testing.assert_close(new.eval()(idx)[0], ours(idx)[0], rtol=0, atol=0 if exact else 2e-5)
+    expected, exact = ours(idx)[0], VARIANTS[name][0] in ("GPT2", "Llama")
+    bound = 0 if exact else min(2e-5, 5e-6 * expected.abs().max().item())
+    for model in (new.eval(), imported):
+        torch.testing.assert_close(model(idx)[0], expected, rtol=0, atol=bound)
+    assert expected.std() > 0.1
 
 
 def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
