@@ -86,16 +86,16 @@ UPDATES: dict[str, dict[str, Any]] = {
 def check_updates() -> None:
     for name, changes in UPDATES.items():
         with fake_cuda() as waits:
-            session = setup(settings(log_interval=4, **changes))
+            session = setup(settings(log_interval=2, **changes))
             assert all(p.is_cuda for p in session.model.parameters())
             waits.found.clear()
             train_two_lines(session, waits)
         reads = ["meter.read reads", *(["meter.read copies to cpu"] if "qk_clip" in changes else [])]
-        assert waits.found == [*reads, "line 4", *reads, "line 8"], (name, waits.found)
+        assert waits.found == [*reads, "line 2", *reads, "line 4"], (name, waits.found)
 
 
 def test_the_host_waits_for_the_device_at_log_lines_alone() -> None:
-    """Of AdamW, Muon, QK-Clip, its log, and several micro-batches: the loop of train.py, eight updates, two lines."""
+    """Of AdamW, Muon, QK-Clip, its log, and several micro-batches: the loop of train.py, four updates, two lines."""
     on_fake_cuda("test_cuda.check_updates")
 
 
@@ -248,7 +248,7 @@ def check_benchmark(words: list[str]) -> None:
 
 def test_the_benchmark_times_the_operations_of_an_update_of_train() -> None:
     sizes = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "model.dropout=0.1"]
-    data = ["data=random", "data.n_tokens=2000", "data.val_tokens=100", "batch_size=4", "log_interval=4"]
+    data = ["data=random", "data.n_tokens=2000", "data.val_tokens=100", "batch_size=4", "log_interval=2"]
     on_fake_cuda("test_cuda.check_benchmark", [*sizes, *data, "device=cuda", "compile=false", "qk_clip=clip"])
 
 
