@@ -117,6 +117,12 @@ def each_implementation(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels_of_the_usual_cache() -> None:
+    """Tests set caches of their own: in these the kernels would be compiled anew, which takes a minute."""
+    operators.loaded()
+
+
 @pytest.fixture
 def compiled() -> None:
     assert operators.loaded(), "a C++ compiler is needed"

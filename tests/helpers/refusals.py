@@ -12,7 +12,6 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from core.files import ROOT
-from model.kernels import operators
 
 
 @pytest.fixture
@@ -28,7 +27,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop.txt").symlink_to("loop.txt")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    operators.loaded()  # from the usual cache: in the one below they would be compiled anew, which takes a minute
     for name in ("XDG_CACHE_HOME", "TIKTOKEN_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path.parent / "cache"))
     with socket.create_server(("127.0.0.1", 0)) as closed:
