@@ -46,6 +46,7 @@ __all__ = ["folder", "outcome", "parquet", "shards"]  # fixtures of every test f
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = os.environ["XDG_CONFIG_HOME"]  # until pytest ends, whatever a test does to TMPDIR
 Program = Callable[..., subprocess.CompletedProcess[str]]  # what the fixture `program` gives
+Trained = Callable[..., Path]  # what the fixture `trained` gives
 CACHE = cache_folder().parent  # for $XDG_CACHE_HOME: programs then need not compile the kernels
 
 torch.set_num_threads(1)
@@ -114,6 +115,12 @@ def each_implementation(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param == "operations":
             patch.setattr(operators, "loaded", lambda: False)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_of_the_usual_cache() -> None:
+    """Tests set caches of their own: in these the kernels would be compiled anew, which takes a minute."""
+    operators.loaded()
 
 
 @pytest.fixture
@@ -308,6 +315,23 @@ TINY_LAYER = [  # of MLA, of a few channels
     "attention.v_dim=16", "device=cpu", "dtype=float32", "threads=1",
 ]  # fmt: skip
 HANGING_DNS = "import socket, time\nsocket.getaddrinfo = lambda *args, **kwargs: time.sleep(60)\n"
+
+
+@pytest.fixture
+def trained(corpus: Path, tmp_path: Path) -> Trained:
+    """Train on `corpus` in a folder of tmp_path: trained("a", max_iters=3) -> the folder.
+
+    status: the exit status that the run must end with.
+    """
+    from helpers.runs import configured
+
+    import train
+
+    def call(name: str = "run", status: int = 0, **changes: Any) -> Path:
+        assert train.run(configured(corpus, tmp_path / name, **changes)) == status
+        return tmp_path / name
+
+    return call
 
 
 @pytest.fixture

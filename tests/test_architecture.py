@@ -34,9 +34,7 @@ FLOORS = [
 
 def allowed(file: Path, name: str) -> bool:
     place, top = file.relative_to(ROOT).parts[0].removesuffix(".py"), name.split(".")[0]
-    if place == top:
-        return True
-    if place == "scripts" and top == "sweeps":
+    if place == top or (place, top) == ("scripts", "sweeps"):
         return True
     floor = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
     return floor[top] < floor[place]

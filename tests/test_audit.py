@@ -24,6 +24,8 @@ from scripts import audit
 from training import session
 from training.config import FAULTS, FaultOptions, TrainConfig
 
+Audited = Callable[..., tuple[int, dict[str, Any]]]
+
 
 def save_run(config: TrainConfig, folder: Path) -> Path:
     """A run directory with fresh weights, V tokens."""
@@ -32,14 +34,19 @@ def save_run(config: TrainConfig, folder: Path) -> Path:
     return runs.save_run(model, NoText(V), folder, config)
 
 
-def audited(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    capsys.readouterr()
-    status = audit.main(list(words))
-    out = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in out[1:-1]] == CHECKS
-    found = json.loads(out[-1])
-    assert [line.split(":")[0] for line in out if ": " in line and "CAUGHT" in line[:30]] == found["caught"]
-    return status, found
+@pytest.fixture
+def audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Audited:
+    """Audit a run of this config, with fresh weights: the exit status, and what the last line holds."""
+
+    def call(config: TrainConfig, steps: int = 20) -> tuple[int, dict[str, Any]]:
+        status = audit.main([f"run={save_run(config, tmp_path / 'run')}", f"steps={steps}"])
+        out = capsys.readouterr().out.splitlines()
+        assert [line.split(":")[0] for line in out[1:-1]] == CHECKS
+        found = json.loads(out[-1])
+        assert [line.split(":")[0] for line in out if ": " in line and "CAUGHT" in line[:30]] == found["caught"]
+        return status, found
+
+    return call
 
 
 CHECKS = ["future leakage", "step-0 loss", "random-token floor", "cached decoding"]
@@ -67,16 +74,15 @@ def small(attention: str, qk_norm: str, fault: str = "none") -> TrainConfig:
 @pytest.mark.parametrize(
     ("fault", "tied"), [*((fault, True) for fault in FAULTS), ("unshifted_labels", False), ("padding_in_mean", False)]
 )
-def test_each_fault_is_caught(fault: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_fault_is_caught(fault: str, tied: bool, audited: Audited, tmp_path: Path) -> None:
     config = small("gqa", "rms", fault)
-    run = save_run(replace(config, model=replace(config.model, tied=tied)), tmp_path / "run")
-    status, found = audited(capsys, f"run={run}", "steps=40")
+    status, found = audited(replace(config, model=replace(config.model, tied=tied)), steps=40)
     assert (status, found["caught"], found["fault"]) == (int(fault != "none"), CAUGHT[fault], fault)
     floor = found["checks"]["random-token floor"]["fresh"]
     assert floor["tokens"] == 5 * 16 * 2 * 16 and floor["floor"] == pytest.approx(math.log(V))
     assert floor["threshold"] <= math.log(V) - max(0.01, 4.99 * floor["standard_error"])
     assert found["checks"]["random-token floor"]["trained"]["standard_error"] > 0  # 16 different batches
-    assert {p.name for p in tmp_path.iterdir()} == {"run"} and {p.name for p in run.iterdir()} == {"ckpt"}
+    assert [path.name for path in (*tmp_path.iterdir(), *(tmp_path / "run").iterdir())] == ["run", "ckpt"]
 
 
 @pytest.mark.parametrize(
@@ -89,10 +95,10 @@ def test_an_honest_model_passes(layout: str, name: str, tmp_path: Path, capsys: 
 
 
 def test_a_mask_that_is_missing_without_a_fault_is_caught_though_train_py_refuses_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    audited: Audited, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "causal_attention", looking_ahead(64))
-    status, found = audited(capsys, f"run={save_run(small('mha', 'none'), tmp_path / 'run')}", "steps=20")
+    status, found = audited(small("mha", "none"))
     assert status == 1 and found["caught"] == ["future leakage", *CHECKS[2:]]
     assert "sees the future" in found["checks"]["random-token floor"]["refused"]
 
@@ -155,21 +161,17 @@ def test_a_leak_is_told_without_whole_logits(fault: str, tmp_path: Path, monkeyp
     assert finding.caught == (fault == "no_mask")
 
 
-def test_a_model_that_diverges_is_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_diverges_is_no_evidence(audited: Audited) -> None:
     config = small("mha", "none")
-    config = replace(config, optim=replace(config.optim, learning_rate=1e30), grad_clip=0.0)
-    status, found = audited(capsys, f"run={save_run(config, tmp_path / 'run')}", "steps=20")
+    status, found = audited(replace(config, optim=replace(config.optim, learning_rate=1e30), grad_clip=0.0))
     assert status == 3 and found["caught"] == []
     floor = found["checks"]["random-token floor"]
     assert floor["caught"] is None and "training on random tokens diverges at iteration" in floor["undecided"]
 
 
-def test_a_machine_that_is_too_small_is_no_evidence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = save_run(small("mha", "none"), tmp_path / "run")
+def test_a_machine_that_is_too_small_is_no_evidence(audited: Audited, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "optimizer_bytes", lambda *_: 2**60)
-    status, found = audited(capsys, f"run={run}", "steps=20")
+    status, found = audited(small("mha", "none"))
     assert status == 3 and [found["checks"][name]["caught"] for name in CHECKS] == [False, None, None, False]
     assert "need more than" in found["checks"]["random-token floor"]["undecided"]
 
@@ -198,14 +200,13 @@ def test_weights_that_are_not_finite_are_no_leak(tmp_path: Path) -> None:
     ],
 )
 def test_a_check_is_undecided_where_its_code_fails(
-    broken: str, error: Exception, caught: list[Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    broken: str, error: Exception, caught: list[Any], why: str, audited: Audited, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise error
 
     monkeypatch.setattr(f"scripts.audit.{broken}", fails)
-    status, found = audited(capsys, f"run={save_run(small('mha', 'none'), tmp_path / 'run')}", "steps=20")
+    status, found = audited(small("mha", "none"))
     assert status == 3 and found["caught"] == [] and [of["caught"] for of in found["checks"].values()] == caught
     assert all(why in of["undecided"] for of in found["checks"].values() if of["caught"] is None)
 

@@ -57,12 +57,6 @@ def test_train_windows_are_uniform_over_all_starts(fold: int | None) -> None:
     assert max(abs(count - mean) for count in drawn.values()) < 5 * mean**0.5
 
 
-def test_a_range_too_short_for_a_window_is_left_out() -> None:
-    batches = Batches(np.arange(60), Split(((0, 8), (20, 60)), ((8, 20),)), block_size=8, batch_size=500, seed=0)
-    starts = batches.get_batch(0)[0][:, 0]
-    assert [int(starts.min()), int(starts.max())] == [20, 51]
-
-
 def test_a_batch_depends_on_seed_step_and_micro_step_only() -> None:
     batches, again = positions(), positions()
     later = [batches.get_batch(step, micro) for step in range(3) for micro in range(2)]
@@ -162,20 +156,29 @@ def test_sampled_batches_of_val_lie_in_the_held_out_block() -> None:
 
 
 @pytest.mark.parametrize("cuts", [[], [10, 700, 701, 1900]], ids=["memmap", "shards"])
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
-def test_a_memmap_and_shards_give_the_batches_of_the_array(tmp_path: Path, dtype: type, cuts: list[int]) -> None:
-    tokens: np.ndarray = (np.arange(3000) * 40503 % 65521 + 70_000).astype(dtype)
+@pytest.mark.parametrize("dtype, highest", [(np.uint8, 255), (np.uint16, 65535), (np.uint32, 2**20), (np.int64, 70000)])
+def test_a_memmap_shards_and_a_copy_of_their_tokens_give_the_batches_of_the_array(
+    dtype: Any, highest: int, cuts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.batches.TOKENS_PER_COPY", 100)
+    tokens = np.random.default_rng(0).integers(highest + 1, size=3000).astype(dtype)
+    tokens[::7] = highest
     arrays = []
     for i, part in enumerate(np.split(tokens, cuts)):
         part.tofile(tmp_path / f"{i}.bin")
         arrays.append(np.memmap(tmp_path / f"{i}.bin", dtype=dtype, mode="r"))
-    on_disk = Shards(arrays) if cuts else arrays[0]
-    a, b = (Batches(t, split(3000, 5, 2), 32, 100, seed=3) for t in (tokens, on_disk))
-    assert same(a.get_batch(11, 2), b.get_batch(11, 2)) and same(a.get_batch(0), b.get_batch(0))
-    assert same(a.sampled_batch("val", 0), b.sampled_batch("val", 0))
-    pairs = list(zip(a.eval_batches(3), b.eval_batches(3), strict=True))
-    assert all(same(one, other) for one, other in pairs)
-    assert torch.cat([y for (_, y), _ in pairs]).flatten()[:599].tolist() == tokens[1201:1800].tolist()
+    on_disk: Any = Shards(arrays) if cuts else arrays[0]
+    settings = (split(3000, 5, 2), 32, 100, 3)
+    plain, copied = Batches(tokens, *settings), Batches(on_disk, *settings, device=torch.device("cpu"))
+    assert copied.resident is not None and copied.resident.element_size() == tokens.itemsize
+    places = [(step, micro) for step in range(5) for micro in range(2)]
+    for batches in (Batches(on_disk, *settings), copied):
+        for place, found in zip(places, batches.prefetch(places), strict=True):
+            assert same(found, plain.get_batch(*place)) and all(x.is_contiguous() for x in found)
+        assert same(batches.sampled_batch("val", 3), plain.sampled_batch("val", 3))
+        pairs = list(zip(batches.eval_batches(3), plain.eval_batches(3), strict=True))
+        assert all(same(one, other) for one, other in pairs)
+        assert torch.cat([y for (_, y), _ in pairs]).flatten()[:599].tolist() == tokens[1201:1800].tolist()
 
 
 def test_too_few_tokens_are_a_config_error() -> None:
@@ -220,20 +223,3 @@ def test_slow_batches_are_made_while_the_ones_before_are_worked_on(monkeypatch: 
     for _ in batches.prefetch((step, 0) for step in range(16)):
         time.sleep(0.1)
     assert time.perf_counter() - start < 2.6  # one after the other: 3.2 at least
-
-
-@pytest.mark.parametrize("dtype, highest", [(np.uint8, 255), (np.uint16, 65535), (np.uint32, 2**20), (np.int64, 70000)])
-def test_batches_from_a_copy_of_all_tokens_are_equal(dtype: Any, highest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.batches.TOKENS_PER_COPY", 100)
-    tokens = np.random.default_rng(0).integers(highest + 1, size=1000).astype(dtype)
-    tokens[::7] = highest
-    shards = Shards([tokens[:300], tokens[300:301], tokens[301:]])
-    args = (split(1000, 10, 3), 16, 8)
-    plain = Batches(tokens, *args, seed=5)
-    for source in (tokens, shards):
-        resident = Batches(source, *args, seed=5, device=torch.device("cpu"))
-        assert resident.resident is not None and resident.resident.element_size() == tokens.itemsize
-        places = [(step, micro) for step in range(5) for micro in range(2)]
-        for place, found in zip(places, resident.prefetch(places), strict=True):
-            assert same(found, plain.get_batch(*place)) and all(x.is_contiguous() for x in found)
-        assert same(resident.sampled_batch("val", 3), plain.sampled_batch("val", 3))

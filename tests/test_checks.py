@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import Trained
 from helpers.runs import QK_CLIP, assert_same_run, configured, lines, saved_json
 from torch import Tensor
 from variants import config_of, looking_ahead
@@ -32,7 +33,7 @@ from training.session import setup
 
 @pytest.mark.parametrize("wrong", ["unmasked", "one_ahead", "training", "evaluation", "nan"])
 def test_a_model_that_sees_the_future_is_refused_at_start(
-    wrong: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In both modes or in one, with a mask that is off by one, or with logits that are not numbers."""
     causal_attention = ops.causal_attention
@@ -51,7 +52,7 @@ def test_a_model_that_sees_the_future_is_refused_at_start(
     monkeypatch.setattr(*((GPT, "forward", nan) if wrong == "nan" else (ops, "causal_attention", attention)))
     says = "the first logits are not finite" if wrong == "nan" else "attention=mha sees the future"
     with pytest.raises(ConfigError, match=says):
-        train.run(configured(corpus, tmp_path / "run"))
+        trained()
     assert not (tmp_path / "run").exists()
 
 
@@ -63,83 +64,78 @@ def scripted_losses(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> Non
 
 @pytest.mark.parametrize("cut", [1, 3, 4])
 def test_the_minimum_and_the_best_checkpoint_survive_a_rising_loss_and_a_resume(
-    cut: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cut: int, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = [3.0, 2.0, 1.5, 1.5, 1.8, 1.6, 1.9]
     changes = {"eval_interval": 1, "checkpoint_interval": 1}
     scripted_losses(monkeypatch, losses)
-    assert train.run(configured(corpus, tmp_path / "straight", **changes)) == 0
+    straight = trained("straight", **changes)
     scripted_losses(monkeypatch, [*losses[: cut + 1], *losses[cut:]])
-    assert train.run(configured(corpus, tmp_path / "halves", max_iters=cut, **changes)) == 0
-    assert train.run(configured(corpus, tmp_path / "halves", **changes)) == 0
-    assert_same_run(tmp_path / "straight", tmp_path / "halves")
-    assert (tmp_path / "straight" / "ckpt" / "best").readlink().name == "step_000002"
-    assert saved_json(tmp_path / "halves", "summary")["val/loss_min"] == 1.5
+    trained("halves", max_iters=cut, **changes)
+    halves = trained("halves", **changes)
+    assert_same_run(straight, halves)
+    assert (straight / "ckpt" / "best").readlink().name == "step_000002"
+    assert saved_json(halves, "summary")["val/loss_min"] == 1.5
 
 
 @pytest.mark.parametrize("last", [2.0, 3.5])
 def test_an_evaluation_at_an_earlier_end_does_not_stay_the_minimum(
-    last: float, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    last: float, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     often = {"eval_interval": 100, "checkpoint_interval": 1}
     scripted_losses(monkeypatch, [3.0, last])
-    assert train.run(configured(corpus, tmp_path / "straight", **often)) == 0
+    straight = trained("straight", **often)
     scripted_losses(monkeypatch, [3.0, 1.0, last])  # 0, 3 (the end, off the interval); then 6
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=3, **often)) == 0
-    assert saved_json(tmp_path / "run", "summary")["iter_of_min"] == 3
-    assert (tmp_path / "run" / "ckpt" / "best").readlink().name == "step_000003"
-    assert train.run(configured(corpus, tmp_path / "run", **often)) == 0
-    assert_same_run(tmp_path / "straight", tmp_path / "run")
-    summary = saved_json(tmp_path / "run", "summary")
+    run = trained(max_iters=3, **often)
+    assert saved_json(run, "summary")["iter_of_min"] == 3
+    assert (run / "ckpt" / "best").readlink().name == "step_000003"
+    assert_same_run(straight, trained(**often))
+    summary = saved_json(run, "summary")
     assert (summary["iter_of_min"], summary["val/loss_min"]) == ((6, 2.0) if last < 3.0 else (0, 3.0))
 
 
-def test_a_validation_loss_of_zero_is_a_loss(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_validation_loss_of_zero_is_a_loss(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted_losses(monkeypatch, [0.0, 1.0, 1.0, 1.0])
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=2)) == 0
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=4)) == 0
-    assert saved_json(tmp_path / "run", "summary")["iter_of_min"] == 0
+    trained(max_iters=2)
+    assert saved_json(trained(max_iters=4), "summary")["iter_of_min"] == 0
 
 
-def test_a_validation_loss_of_nan_ends_the_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_validation_loss_of_nan_ends_the_run(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted_losses(monkeypatch, [3.0, math.nan])
-    assert train.run(configured(corpus, tmp_path / "run", eval_interval=2)) == 3
-    assert saved_json(tmp_path / "run", "summary")["reason"] == "val/loss nan at iteration 2"
+    run = trained(status=3, eval_interval=2)
+    assert saved_json(run, "summary")["reason"] == "val/loss nan at iteration 2"
 
 
-def test_throughput_is_tokens_over_seconds(corpus: Path, tmp_path: Path) -> None:
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=30, eval_interval=10)) == 0
-    logged = Metrics.read(tmp_path / "run" / "metrics.jsonl")[:-1]
+def test_throughput_is_tokens_over_seconds(trained: Trained) -> None:
+    run = trained(max_iters=30, eval_interval=10)
+    logged = Metrics.read(run / "metrics.jsonl")[:-1]
     seconds = sum(4 * 16 / line["tok_per_sec"] for line in logged)
-    state = checkpoint.load(tmp_path / "run" / "ckpt" / "latest").state
+    state = checkpoint.load(run / "ckpt" / "latest").state
     assert seconds == pytest.approx(state["train_seconds"], rel=1e-6) and seconds < state["seconds"]
     ratios = {round(line["mfu"] / line["tok_per_sec"], 15) for line in logged}
     assert len(ratios) == 1  # flops a token over the peak
 
 
-def test_bits_per_character_count_characters_and_not_bytes(tmp_path: Path) -> None:
-    file = tmp_path / "greek.txt"
-    file.write_text("μῆνιν ἄειδε θεὰ Πηληϊάδεω Ἀχιλῆος " * 60, encoding="utf-8")
-    data = {"name": "text", "path": str(file), "tokenizer": "byte"}
-    assert train.run(configured(file, tmp_path / "run", data=data)) == 0
-    text = file.read_text(encoding="utf-8")
-    line = lines(tmp_path / "run")[-1]
+def test_bits_per_character_count_characters_and_not_bytes(corpus: Path, trained: Trained) -> None:
+    text = "μῆνιν ἄειδε θεὰ Πηληϊάδεω Ἀχιλῆος " * 60
+    corpus.write_text(text, encoding="utf-8")
+    line = lines(trained(data={"name": "text", "path": str(corpus), "tokenizer": "byte"}))[-1]
     bytes_per_char = len(text.encode()) / len(text)
     assert line["val/bpc"] == pytest.approx(line["val/loss"] / math.log(2) * bytes_per_char, rel=0.01)
     assert bytes_per_char > 1.5
 
 
-def test_weights_of_nan_or_inf_are_never_saved(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_nan_or_inf_are_never_saved(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "learning_rate", lambda step, config: 1e38 if step == 2 else 1e-3)
-    assert train.run(configured(corpus, tmp_path / "run", checkpoint_interval=1, eval_interval=100)) == 3
-    saved = checkpoint.load(tmp_path / "run" / "ckpt" / "latest")
+    run = trained(status=3, checkpoint_interval=1, eval_interval=100)
+    saved = checkpoint.load(run / "ckpt" / "latest")
     assert saved.step <= 3 and all(t.isfinite().all() for t in saved.tensors["model"].values())
-    assert saved_json(tmp_path / "run", "status")["state"] == "diverged"
+    assert saved_json(run, "status")["state"] == "diverged"
 
 
 @pytest.mark.parametrize(("ignored", "what"), [("step", "iterations"), ("micro_step", "micro-batches")])
 def test_a_batch_that_comes_again_and_again_is_refused(
-    ignored: str, what: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ignored: str, what: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     get_batch = Batches.get_batch
 
@@ -148,7 +144,7 @@ def test_a_batch_that_comes_again_and_again_is_refused(
 
     monkeypatch.setattr(Batches, "get_batch", same)
     with pytest.raises(ConfigError, match=f"training repeats one batch: {what} 0 to 4 are equal"):
-        train.run(configured(corpus, tmp_path / "run"))
+        trained()
     assert not (tmp_path / "run").exists()
 
 
@@ -171,14 +167,14 @@ def test_a_long_stretch_of_one_token_does_not_repeat_batches() -> None:
 
 
 def test_an_initial_loss_far_from_a_guess_is_warned_of(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.run(configured(corpus, tmp_path / "a")) == 0
+    trained("a")
     assert "warning" not in capsys.readouterr().out
     monkeypatch.setattr(model.gpt, "INIT_STD", 1.0)
-    assert train.run(configured(corpus, tmp_path / "b", max_iters=1)) == 0
-    assert "warning: the initial loss is " in capsys.readouterr().out
-    assert "warning: the initial loss is " in (tmp_path / "b" / "train.log").read_text()
+    run = trained("b", max_iters=1)
+    for said in (capsys.readouterr().out, (run / "train.log").read_text()):
+        assert "warning: the initial loss is " in said
 
 
 WORDS = np.random.default_rng(0).choice(["ok", "no", "maybe", "3.14", "x", "1024"], (400, 4))
@@ -217,7 +213,7 @@ def test_too_few_held_out_targets_are_warned_of(length: int, folds: int, targets
 
 @pytest.mark.parametrize(("fails", "seen"), [(3, 4), (4, 4), (6, 8), (9, 9)])
 def test_a_run_that_diverged_between_two_lines_ends_where_it_did(
-    fails: int, seen: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    fails: int, seen: int, trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Read at iterations 0, 4, 8 and 9, before a checkpoint; told as if every one had been read. Then all is over."""
     learning_rate, forward, asked = train.learning_rate, GPT.forward, []
@@ -236,9 +232,7 @@ def test_a_run_that_diverged_between_two_lines_ends_where_it_did(
     ends = []
     for name, log_interval in (("each", 1), ("few", 4)):
         asked.clear()
-        run = tmp_path / name
-        config = configured(corpus, run, log_interval=log_interval, **settings)
-        assert train.run(config) == 3
+        run = trained(name, status=3, log_interval=log_interval, **settings)
         assert asked == [*range((fails if name == "each" else seen) + 1)]
         status, summary = saved_json(run, "status"), saved_json(run, "summary")
         assert status["state"] == summary["status"] == "diverged"
@@ -247,7 +241,7 @@ def test_a_run_that_diverged_between_two_lines_ends_where_it_did(
         assert len((run / "diagnostics.jsonl").read_text().splitlines()) == 1  # nothing is evaluated after it
         ends.append((status["reason"], summary["train/loss"], [line["iter"] for line in lines(run)], lines(run)))
         asked.clear()
-        assert train.run(config) == 3  # says so, and trains no more
+        trained(name, status=3, log_interval=log_interval, **settings)  # says so, and trains no more
         assert asked == [] and "is diverged" in capsys.readouterr().out
     (reason, loss, _, each), (reason_of_few, loss_of_few, iterations, few) = ends
     assert reason == reason_of_few and loss == loss_of_few == each[-2]["train/loss"]
@@ -304,7 +298,7 @@ def test_after_an_update_that_is_not_finite_weights_stay_and_its_origin_is_named
 
 
 def test_a_divergence_stays_one_where_its_update_cannot_be_repeated(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> Tensor:
         raise torch.OutOfMemoryError("no room")
@@ -314,19 +308,20 @@ def test_a_divergence_stays_one_where_its_update_cannot_be_repeated(
         return torch.tensor(math.nan)
 
     monkeypatch.setattr("training.updates.clip_gradients", diverge)
-    assert train.run(configured(corpus, tmp_path / "run")) == 3
-    log = (tmp_path / "run" / "train.log").read_text()
+    log = (trained(status=3) / "train.log").read_text()
     assert "unknown: the update cannot be repeated (OutOfMemoryError: no room)" in log
 
 
-def test_a_failure_is_recorded_with_its_reason(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_recorded_with_its_reason(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(step: int, config: TrainConfig) -> float:
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(train, "learning_rate", fail)
     handlers, threads = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], set(threading.enumerate())
     with pytest.raises(RuntimeError):
-        train.run(configured(corpus, tmp_path / "run"))
+        trained()
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers  # this process can be ended
     assert not {t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")} - threads
     status = saved_json(tmp_path / "run", "status")

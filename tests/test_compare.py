@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from browser import Page
-from helpers.runs import CHARS, configured, random_model, save_run
+from conftest import Trained
+from helpers.runs import CHARS, random_model, save_run
 from variants import attention_products, config_of
 
 import scripts.compare
-import train
 from core.cli import run_script
 from core.schema import ConfigError
 from data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, build_tokenizer, learn_bpe
@@ -194,12 +194,12 @@ def test_no_file_but_a_page_of_ours_is_replaced(runs: Path, capsys: pytest.Captu
 
 
 def test_without_a_text_it_is_what_both_hold_out(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Trained, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    text = {"name": "text", "path": str(corpus)}
     for seed, (name, fold) in enumerate({"a": 1, "b": 1, "c": 2}.items()):
-        data = {"name": "text", "path": str(corpus), "fold": fold}
-        assert train.run(load_config({**asdict(configured(corpus, tmp_path / name, seed=seed)), "data": data})) == 0
+        trained(name, seed=seed, data={**text, "fold": fold})
     capsys.readouterr()
     assert main(["a=a", "b=b", "checkpoint=latest"]) == 0
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith(("| a |", "| b |"))]
@@ -209,8 +209,7 @@ def test_without_a_text_it_is_what_both_hold_out(
     assert main(["a=a", "b=c"]) == 2
     assert "a and b hold out different text" in capsys.readouterr().err
     for name, tokenizer in {"d": {}, "e": {"tokenizer": "bpe", "vocab_size": 270}}.items():  # no fold: the last tenth
-        data = {"name": "text", "path": str(corpus), **tokenizer}
-        assert train.run(load_config({**asdict(configured(corpus, tmp_path / name)), "data": data})) == 0
+        trained(name, data={**text, **tokenizer})
     assert main(["a=d", "b=e", "checkpoint=latest"]) == 2  # of characters, and of tokens
     assert "a and b hold out different text" in capsys.readouterr().err
     corpus.write_text("other" * 1000)

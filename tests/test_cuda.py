@@ -32,7 +32,7 @@ from sweeps.plan import compose
 from training import checks
 from training.config import TrainConfig, load_config
 from training.meter import Meter
-from training.session import Machine, is_resident, set_up_machine, setup
+from training.session import Machine, Session, is_resident, set_up_machine, setup
 from training.state import Facts, LowestLoss
 
 MODEL = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 16, "dropout": 0.1}
@@ -65,6 +65,12 @@ class TwoLines:
             raise EOFError
 
 
+def train_two_lines(session: Session, waits: Waits) -> None:
+    run_dir: Any = TwoLines(waits)
+    with suppress(EOFError), StopSignal() as stop:
+        train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), AgreedStop(stop))
+
+
 MLA = {"name": "mla", "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
 ROPE = {**MODEL, "position": "rope", "rope_theta": 100.0}
 UPDATES: dict[str, dict[str, Any]] = {
@@ -80,18 +86,16 @@ UPDATES: dict[str, dict[str, Any]] = {
 def check_updates() -> None:
     for name, changes in UPDATES.items():
         with fake_cuda() as waits:
-            session = setup(settings(log_interval=4, **changes))
+            session = setup(settings(log_interval=2, **changes))
             assert all(p.is_cuda for p in session.model.parameters())
-            run_dir: Any = TwoLines(waits)
             waits.found.clear()
-            with suppress(EOFError), StopSignal() as stop:
-                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), AgreedStop(stop))
+            train_two_lines(session, waits)
         reads = ["meter.read reads", *(["meter.read copies to cpu"] if "qk_clip" in changes else [])]
-        assert waits.found == [*reads, "line 4", *reads, "line 8"], (name, waits.found)
+        assert waits.found == [*reads, "line 2", *reads, "line 4"], (name, waits.found)
 
 
 def test_the_host_waits_for_the_device_at_log_lines_alone() -> None:
-    """Of AdamW, Muon, QK-Clip, its log, and several micro-batches: the loop of train.py, eight updates, two lines."""
+    """Of AdamW, Muon, QK-Clip, its log, and several micro-batches: the loop of train.py, four updates, two lines."""
     on_fake_cuda("test_cuda.check_updates")
 
 
@@ -238,17 +242,13 @@ def check_benchmark(words: list[str]) -> None:
         patch.setattr(Meter, "add", spied_add)
         bench_train.ours(words)[0](2)
         timed = updates[-1]
-        run_dir: Any = TwoLines(waits)
-        with suppress(EOFError):
-            session = setup(load_config(compose(words)))
-            with StopSignal() as stop:
-                train.train(train.Run(session, run_dir, Meter(session), LowestLoss(), Facts(), 1), AgreedStop(stop))
+        train_two_lines(setup(load_config(compose(words))), waits)
     assert timed == updates[-1] and "bmm of 2" in timed
 
 
 def test_the_benchmark_times_the_operations_of_an_update_of_train() -> None:
     sizes = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "model.dropout=0.1"]
-    data = ["data=random", "data.n_tokens=2000", "data.val_tokens=100", "batch_size=4", "log_interval=4"]
+    data = ["data=random", "data.n_tokens=2000", "data.val_tokens=100", "batch_size=4", "log_interval=2"]
     on_fake_cuda("test_cuda.check_benchmark", [*sizes, *data, "device=cuda", "compile=false", "qk_clip=clip"])
 
 

@@ -1,7 +1,6 @@
 """A damaged file is noticed or without effect. Each damage is one flipped bit, or the file cut at a byte: random ones,
 or the first."""
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.runs import TIMED, configured, fresh_copy, lines, weights
+from conftest import Trained
+from helpers.runs import TIMED, configured, fresh_copy, lines, saved_json, weights
 from helpers.sweeps import launched, tiny_sweep
 from variants import FULL
 
@@ -107,27 +107,23 @@ def test_a_damaged_file_of_a_run_that_goes_on_is_noticed_or_without_effect(corpu
             assert all(found[name].equal(t) for name, t in expected.items()), what
 
 
-def test_a_lost_record_loses_neither_the_best_checkpoint_nor_its_loss(corpus: Path, tmp_path: Path) -> None:
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    config = configured(corpus, straight, max_iters=8, schedule={"name": "constant", "warmup_iters": 1})
-    config = replace(config, eval_interval=2, optim=replace(config.optim, learning_rate=2.0))
-    assert train.run(config) == 0
-    assert train.run(replace(config, max_iters=4, out_dir=str(broken))) == 0
+def test_a_lost_record_loses_neither_the_best_checkpoint_nor_its_loss(trained: Trained) -> None:
+    changes = {"schedule": {"name": "constant", "warmup_iters": 1}, "optim": {"name": "adamw", "learning_rate": 2.0}}
+    straight, broken = trained("straight", max_iters=8, **changes), trained("broken", max_iters=4, **changes)
     (broken / "metrics.jsonl").write_text("")
-    assert train.run(replace(config, out_dir=str(broken))) == 0
+    trained("broken", max_iters=8, **changes)
     assert "metrics.jsonl was damaged" in log(broken)
-    a, b = (json.loads((run / "summary.json").read_text()) for run in (straight, broken))
+    a, b = (saved_json(run, "summary") for run in (straight, broken))
     assert a["iter_of_min"] <= 4 and (a["val/loss_min"], a["iter_of_min"]) == (b["val/loss_min"], b["iter_of_min"])
     assert (broken / "ckpt" / "best").resolve().name == f"step_{a['iter_of_min']:06d}"
 
 
-def test_a_config_that_was_edited_by_hand_is_not_believed(corpus: Path, tmp_path: Path) -> None:
-    config = configured(corpus, tmp_path / "run", max_iters=2, schedule={"name": "constant", "warmup_iters": 1})
-    assert train.run(config) == 0
-    file = tmp_path / "run" / "config.yaml"
-    file.write_text(file.read_text().replace(f"\nseed: {config.seed}\n", "\nseed: 2\n"))
-    with pytest.raises(ConfigError, match=f"has a checkpoint of other settings: seed {config.seed} -> 2"):
-        train.run(replace(config, seed=2, max_iters=4))
+def test_a_config_that_was_edited_by_hand_is_not_believed(trained: Trained) -> None:
+    schedule = {"name": "constant", "warmup_iters": 1}
+    file = trained(max_iters=2, seed=1, schedule=schedule) / "config.yaml"
+    file.write_text(file.read_text().replace("\nseed: 1\n", "\nseed: 2\n"))
+    with pytest.raises(ConfigError, match="has a checkpoint of other settings: seed 1 -> 2"):
+        trained(max_iters=4, seed=2, schedule=schedule)
 
 
 def test_a_damaged_file_of_a_sweep_is_noticed_or_without_effect(corpus: Path, tmp_path: Path) -> None:

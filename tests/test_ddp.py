@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
-from helpers.runs import TORCHRUN, assert_same_run, configured, lines, ranks, weights
+from conftest import ROOT, Trained
+from helpers.runs import TORCHRUN, assert_same_run, lines, ranks, weights
 from variants import FULL
 
 import model.cross_entropy
@@ -164,9 +164,8 @@ def test_a_bad_setting_is_one_line_from_one_rank(tiny_run: list[str], tmp_path: 
     assert done.stderr.count("error: gradient_accumulation_steps=3 must be divisible by 2 ranks") == 1
 
 
-def test_ranks_of_two_checkpoints_are_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train.run(configured(corpus, tmp_path / "run", max_iters=4)) == 0
-    (tmp_path / "run" / "summary.json").unlink()  # it goes on
+def test_ranks_of_two_checkpoints_are_refused(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    (trained(max_iters=4) / "summary.json").unlink()  # it goes on
     monkeypatch.setattr(dist, "gather", lambda value: [value, -1] if type(value) is int else [value])
     with pytest.raises(ConfigError, match=r"the ranks found checkpoints of iterations \[4, -1\] \(-1: none\)"):
-        train.run(configured(corpus, tmp_path / "run", max_iters=4))
+        trained(max_iters=4)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import variants
+from helpers.oracles import norm_by_hand
 from torch import Tensor
 from torch.nn import functional as F
 from variants import ENTRIES, NORMS, PAIRS, V, attended, build, config_of, random_tokens, rope_of
@@ -76,19 +77,10 @@ def hidden(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def defined_logits(gpt: GPT, x: Tensor, name: str) -> Tensor:
     """The logits (B, nh, T, T) from the weights and the definitions, one head at a time."""
     attn, dn, T = gpt.attentions[0], gpt.attentions[0].nope_dim, x.size(1)
-    gain_of = dict(attn.named_parameters())
+    alpha = dict(attn.named_parameters()).get("logit_scale.alpha.raw")
 
     def norm(y: Tensor, which: str, head: int) -> Tensor:
-        if name == "none":
-            return y
-        if name.startswith("lp"):
-            p = NORMS[name].p  # type: ignore[attr-defined]
-            if p == "learned":
-                raw = gain_of[f"{which}.raw_p"]
-                p = 1 + math.log1p(math.exp(raw[head % len(raw)].item()))
-            return y / torch.linalg.vector_norm(y, p, -1, keepdim=True)
-        y = y - y.mean(-1, keepdim=True) if name == "layernorm" else y
-        return y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain_of[f"{which}.gain"]
+        return norm_by_hand(y, NORMS[name], dict(getattr(attn, which).named_parameters()), head)
 
     def turn(y: Tensor) -> Tensor:
         z = torch.view_as_complex(torch.stack(y.chunk(2, -1), -1).contiguous())
@@ -104,7 +96,6 @@ def defined_logits(gpt: GPT, x: Tensor, name: str) -> Tensor:
 
     heads = []
     for h, (q, k) in enumerate(zip(*(part.unbind(1) for part in variants.raw_queries_and_keys(attn, x)), strict=True)):
-        alpha = gain_of.get("logit_scale.alpha.raw")
         scale = 1 / math.sqrt(q.size(-1)) if alpha is None else alpha[h % len(alpha)].exp()
         heads.append(scale * key_or_query(q, "q", h) @ key_or_query(k, "k", h).mT)
     return torch.stack(heads, 1)

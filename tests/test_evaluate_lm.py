@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import Program
+from conftest import Program, Trained
 from helpers.runs import configured, random_model
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -283,18 +283,9 @@ def test_examples_limits_and_batches_are_as_asked(run: Path, tasks: Path, capsys
     assert found[0]["metrics"] == found[1]["metrics"]
 
 
-def untrained(tmp_path: Path, **settings: Any) -> Path:
-    """A run of one iteration, on bytes, whose fault, if any, is in `settings`."""
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("".join(f"the {animal} says {sound}.\n" for animal, sound in SAYS.items()) * 100)
+def test_a_runs_fault_stands_in_its_results(trained: Trained, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = {"name": "text", "path": str(corpus), "tokenizer": "byte"}
-    config = configured(corpus, tmp_path / "run", data=data, max_iters=1, **settings)
-    assert train.run(config) == 0
-    return tmp_path / "run"
-
-
-def test_a_runs_fault_stands_in_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = untrained(tmp_path, fault={"name": "unshifted_labels"})
+    run = trained(data=data, max_iters=1, fault={"name": "unshifted_labels"})
     assert main([f"run={run}", "tasks=cloze", "limit=2", "device=cpu"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["fault"] == "unshifted_labels"
 
@@ -327,20 +318,18 @@ def test_cloze_asks_what_follows_in_the_held_out_text(run: Path, tmp_path: Path,
     assert {sample["doc"]["answer"] for sample in samples} == {0, 1, 2, 3}
 
 
-def test_cloze_cuts_no_character(tmp_path: Path) -> None:
-    (tmp_path / "corpus.txt").write_text("наш дом — лучший дом на свете, да\n" * 200)
-    data = {"name": "text", "path": str(tmp_path / "corpus.txt"), "tokenizer": "byte"}
-    assert train.run(configured(tmp_path, tmp_path / "run", data=data)) == 0
-    task = evaluate.cloze(load_run(tmp_path / "run" / "ckpt" / "best", torch.device("cpu")))
+def test_cloze_cuts_no_character(trained: Trained, corpus: Path) -> None:
+    corpus.write_text("наш дом — лучший дом на свете, да\n" * 200)
+    run = trained(data={"name": "text", "path": str(corpus), "tokenizer": "byte"})
+    task = evaluate.cloze(load_run(run / "ckpt" / "best", torch.device("cpu")))
     assert not any("\ufffd" in doc["context"] + "".join(doc["choices"]) for doc in task.test_docs())
 
 
-def test_cloze_asks_at_places_where_no_merge_crosses(tmp_path: Path) -> None:
+def test_cloze_asks_at_places_where_no_merge_crosses(trained: Trained, corpus: Path) -> None:
     words = np.random.default_rng(0).choice(["the", "then", "he", "hen", "a", "an", "and", "ran"], 6000)
-    (tmp_path / "corpus.txt").write_text(" ".join(words) + "\n")
-    data = {"name": "text", "path": str(tmp_path / "corpus.txt"), "tokenizer": "bpe", "vocab_size": 265}
-    assert train.run(configured(tmp_path, tmp_path / "run", data=data)) == 0
-    run = load_run(tmp_path / "run" / "ckpt" / "best", torch.device("cpu"))
+    corpus.write_text(" ".join(words) + "\n")
+    data = {"name": "text", "path": str(corpus), "tokenizer": "bpe", "vocab_size": 265}
+    run = load_run(trained(data=data) / "ckpt" / "best", torch.device("cpu"))
     lm = NanoQK(run.model, run.tokenizer)
     for doc in evaluate.cloze(run).test_docs():
         for choice in doc["choices"]:
@@ -349,11 +338,12 @@ def test_cloze_asks_at_places_where_no_merge_crosses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("T", "said"), [(16, "text: data=random has none"), (1, "model.block_size=1 >= 2")])
-def test_cloze_is_refused_without_text_or_room(T: int, said: str, tmp_path: Path, capsys: Any) -> None:
+def test_cloze_is_refused_without_text_or_room(
+    T: int, said: str, trained: Trained, tmp_path: Path, capsys: Any
+) -> None:
     data = {"name": "random", "vocab_size": 8, "n_tokens": 2000, "val_tokens": 100}
     model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": T}
-    run, out = tmp_path / "run", tmp_path / "found.json"
-    assert train.run(configured(tmp_path, run, data=data, model=model)) == 0
+    run, out = trained(data=data, model=model), tmp_path / "found.json"
     assert main([f"run={run}", "tasks=cloze", f"out={out}", "device=cpu"]) == 2
     assert f"error: tasks=cloze needs {said}" in capsys.readouterr().err
     assert not out.exists()

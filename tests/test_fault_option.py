@@ -32,9 +32,12 @@ def faulty(fault: str, out: Path, **changes: Any) -> TrainConfig:
     return configured(out, out, **{**ACCUMULATED, "fault": {"name": fault}, **changes})
 
 
-def batches_of(config: TrainConfig) -> Batches:
+def batches_without_and_with(fault: str) -> tuple[Batches, Batches]:
+    config = faulty(fault, Path("x"))
     corpus = load_corpus(config.data, 16)
-    return Batches(corpus.tokens, corpus.split, 16, 2, seed=1)
+    honest, wrong = (Batches(corpus.tokens, corpus.split, 16, 2, seed=1) for _ in range(2))
+    faults.inject_into_batches(config, wrong)
+    return honest, wrong
 
 
 def test_random_tokens_are_uniform_and_a_function_of_the_seed() -> None:
@@ -131,9 +134,7 @@ def test_loss_over_accumulation_misreports_and_trains_the_same_weights(tmp_path:
 
 
 def test_repeated_batches_are_the_first_iterations() -> None:
-    config = faulty("repeated_batches", Path("x"))
-    honest, wrong = batches_of(config), batches_of(config)
-    faults.inject_into_batches(config, wrong)
+    honest, wrong = batches_without_and_with("repeated_batches")
     for micro in (0, 1):
         assert torch.equal(wrong.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
         assert not torch.equal(honest.get_batch(7, micro)[1], honest.get_batch(0, micro)[1])
@@ -141,8 +142,7 @@ def test_repeated_batches_are_the_first_iterations() -> None:
 
 
 def test_a_small_sample_is_all_that_is_trained_on() -> None:
-    honest, wrong = (batches_of(faulty("small_sample", Path("x"))) for _ in range(2))
-    faults.inject_into_batches(faulty("small_sample", Path("x")), wrong)
+    honest, wrong = batches_without_and_with("small_sample")
     sample = np.asarray(wrong.tokens[: 64 * 16])
     rows = torch.cat([wrong.get_batch(step)[0] for step in range(200)]).numpy()  # (400, 16)
     windows = {row.tobytes() for row in np.lib.stride_tricks.sliding_window_view(sample, 16).astype(np.int64)}
@@ -152,13 +152,9 @@ def test_a_small_sample_is_all_that_is_trained_on() -> None:
 
 
 def test_padding_counts_in_the_mean() -> None:
-    config = faulty("padding_in_mean", Path("x"))
-    honest, wrong = batches_of(config), batches_of(config)
-    faults.inject_into_batches(config, wrong)
-    for (x, y), (xp, yp) in zip(
-        [honest.get_batch(2), honest.sampled_batch("val", 0), *honest.eval_batches(99)],
-        [wrong.get_batch(2), wrong.sampled_batch("val", 0), *wrong.eval_batches(99)], strict=True,
-    ):  # fmt: skip
+    honest, wrong = batches_without_and_with("padding_in_mean")
+    ours, theirs = ([b.get_batch(2), b.sampled_batch("val", 0), *b.eval_batches(99)] for b in (honest, wrong))
+    for (x, y), (xp, yp) in zip(ours, theirs, strict=True):
         assert torch.equal(x[:, :2], xp[:, :2]) and torch.equal(y[:, :1], yp[:, :1])  # 16 / 16
         assert torch.equal(xp[:, 1:][yp[:, :-1] >= 0], yp[:, :-1][yp[:, :-1] >= 0])  # the next token all the same
         assert not xp[:, 2:].any() and torch.equal(yp < 0, y < 0) and set(yp[:, 1:].unique().tolist()) <= {-1, 0}

@@ -44,31 +44,26 @@ PLAIN = st.recursive(
 )
 
 
-def clean(status: int, said: str, context: Any) -> None:
-    assert status in (0, 2), (context, status, said)
+def check_clean(folder: Path, call: Callable[[], tuple[int, str]], given: Any) -> None:
+    """call() gives the exit status and standard error of a program with these words."""
+    before = contents(folder)
+    status, said = call()
+    assert status in (0, 2), (given, status, said)
     if status == 2:
-        assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 2000, (context, said)
+        assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 2000, (given, said)
+    assert contents(folder) == before
 
 
 @fuzzed
 @given(words=st.lists(WORDS, min_size=1, max_size=4))
 def test_any_overrides_of_train_end_in_success_or_one_line(words: list[str], folder: Path, outcome: Outcome) -> None:
-    before = contents(folder)
     base = ["data=text", "data.path=corpus.txt", "device=cpu"]
-    clean(*outcome(train.main, *base, *words, "dry_run=true"), words)
-    assert contents(folder) == before
-
-
-@fuzzed
-@given(words=st.lists(st.one_of(WORDS, VALUES.map("run={}".format)), min_size=1, max_size=4))
-def test_any_words_of_sample_end_in_success_or_one_line(words: list[str], folder: Path, outcome: Outcome) -> None:
-    before = contents(folder)
-    clean(*outcome(sample.main, *words), words)
-    assert contents(folder) == before
+    check_clean(folder, lambda: outcome(train.main, *base, *words, "dry_run=true"), words)
 
 
 OTHERS: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {
     "launch": (lambda words: launch.main([*words, "dry_run=true"]), ["sweep", "sweep_dir", "sweep.parts", "launcher"]),
+    "sample": (partial(run_script, sample.SampleConfig, sample.sample, ""), ["run"]),
     "status": (partial(run_script, status.SweepPlace, status.print_status, ""), ["sweep", "sweep_dir"]),
     "report": (report.main, ["sweep", "sweep_dir", "from", "run", "out", "watch", "wandb"]),
     "compare": (partial(run_script, compare.CompareOptions, compare.compare_runs, ""), ["a", "b", "data", "path"]),
@@ -81,12 +76,10 @@ OTHERS: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {
 def test_any_words_of_other_programs_end_in_success_or_one_line(
     program: str, data: st.DataObject, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = contents(folder)
     main, keys = OTHERS[program]
     asked = st.tuples(st.sampled_from(keys), VALUES).map("=".join)
-    words = data.draw(st.lists(st.one_of(asked, WORDS), min_size=1, max_size=3))
-    clean(main(words), capsys.readouterr().err, words)
-    assert contents(folder) == before
+    words = data.draw(st.lists(st.one_of(asked, WORDS), min_size=1, max_size=4))
+    check_clean(folder, lambda: (main(words), capsys.readouterr().err), words)
 
 
 @settings(fuzzed, max_examples=EXAMPLES if FULL else 25)  # 0.2 s each
@@ -107,6 +100,5 @@ def test_any_yaml_of_a_sweep_ends_in_success_or_one_line(
         text = text[:at] + data.draw(TEXT) + text[at + data.draw(st.integers(0, 5)) :]
     file = folder / "fuzz.yaml"
     file.write_text(text)
-    before = contents(folder)
-    clean(launch.main([f"sweep={file}", "sweep_dir=sweep", "dry_run=true"]), capsys.readouterr().err, text)
-    assert contents(folder) == before
+    words = [f"sweep={file}", "sweep_dir=sweep", "dry_run=true"]
+    check_clean(folder, lambda: (launch.main(words), capsys.readouterr().err), text)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import QK_NORM_VARIANTS
+from helpers.oracles import norm_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -83,15 +84,7 @@ def by_hand(attn: GroupedQueryAttention, case: Case, x: Tensor) -> Tensor:
         return x @ w["c_attn.weight"][rows].T + (w["c_attn.bias"][rows] if case.bias else 0.0)  # (batch, s, d)
 
     def norm(vectors: Tensor, side: str, head: int) -> Tensor:
-        if isinstance(config, LpNormOptions):
-            p = config.p if isinstance(config.p, float) else 1 + w[f"{side}_norm.raw_p"][head].exp().log1p()
-            sizes = vectors.abs()
-            return vectors / (sizes.amax(-1, True) if p == math.inf else (sizes**p).sum(-1, True) ** (1 / p))
-        if case.norm == "none":
-            return vectors
-        if case.norm == "layernorm":
-            vectors = vectors - vectors.sum(-1, True) / d
-        return vectors / ((vectors * vectors).sum(-1, True) / d + 1e-6).sqrt() * w[f"{side}_norm.gain"]
+        return norm_by_hand(vectors, config, dict(getattr(attn, f"{side}_norm").named_parameters()), head)
 
     def turn(vectors: Tensor) -> Tensor:
         turned = [*vectors.unbind(-1)]  # d of (batch, s)

@@ -23,7 +23,6 @@ from helpers.runs import configured, fresh_copy
 from helpers.sweeps import frozen, tiny_sweep
 from variants import FULL
 
-import sample
 import train
 from core import checkpoint
 from core.cli import run_script
@@ -31,8 +30,11 @@ from core.files import file_sha256, write_json
 from core.process import guarded
 from core.schema import ConfigError
 from core.wandb_follower import recordings
-from scripts import compare, export_hf, report
-from scripts.reporting import charts, live
+from sample import SampleConfig, sample
+from scripts import report
+from scripts.compare import CompareOptions, compare_runs
+from scripts.export_hf import ExportOptions, export_run
+from scripts.reporting import charts
 from scripts.reporting.live import LivePage
 from sweeps import status
 from sweeps.launch import without_stored
@@ -70,7 +72,7 @@ def test_json_of_a_wrong_shape_is_one_line(file: str, tmp_path: Path, capsys: py
         with suppress(ConfigError, OSError):
             text_of(sweep_of(made.path)).encode()
         with suppress(ConfigError, OSError):
-            live.LivePage(made.path, None).answer("/data.json")
+            LivePage(made.path, None).answer("/data.json")
         exit_status = run_script(status.SweepPlace, status.print_status, "", [f"sweep_dir={made.path}"])
         said = capsys.readouterr().err
         assert exit_status in (0, 1, 2) and said.count("\n") == (exit_status > 0), (content[:200], said)
@@ -129,19 +131,12 @@ def hostile_texts(exploded: Path) -> dict[str, bytes]:
 GIBIBYTE = 2**30
 PROGRAMS: dict[str, Callable[[Path, TrainConfig], int]] = {
     "train": lambda run, config: guarded(lambda: train.run(replace(config, out_dir=str(run), max_iters=6))),
-    "sample": lambda run, config: run_script(
-        sample.SampleConfig, sample.sample, "", [f"run={run}", "start=to", "max_new_tokens=2"]
+    "sample": lambda run, _: run_script(SampleConfig, sample, "", [f"run={run}", "start=to", "max_new_tokens=2"]),
+    "export": lambda run, _: run_script(ExportOptions, export_run, "", [f"run={run}", f"out={run.parent}/exported"]),
+    "compare": lambda run, _: run_script(
+        CompareOptions, compare_runs, "", [f"a={run}", f"b={run.parent}/intact", f"out={run.parent}/compare.html"]
     ),
-    "export": lambda run, config: run_script(
-        export_hf.ExportOptions, export_hf.export_run, "", [f"run={run}", f"out={run.parent / 'exported'}"]
-    ),
-    "compare": lambda run, config: run_script(
-        compare.CompareOptions,
-        compare.compare_runs,
-        "",
-        [f"a={run}", f"b={run.parent / 'intact'}", f"out={run.parent / 'compare.html'}"],
-    ),
-    "report": lambda run, config: report.main([f"run={run}"]),
+    "report": lambda run, _: report.main([f"run={run}"]),
 }
 
 
@@ -156,7 +151,7 @@ def test_no_file_of_a_run_runs_code_or_fills_memory(
     shutil.copytree(tmp_path / "run", tmp_path / "intact")  # compare.py's b
     # compare.py's page holds 800 kB of our own JavaScript, and 200 tokens of each side, which take most of its time
     monkeypatch.setattr("scripts.reporting.page.vl_convert.javascript_bundle", lambda **_: "")
-    monkeypatch.setattr(compare, "NEW_TOKENS", 2)
+    monkeypatch.setattr("scripts.compare.NEW_TOKENS", 2)
     assert limited(lambda: PROGRAMS[program](tmp_path / "run", config), tmp_path / "stderr")[0] == 0
     exploded, copy = tmp_path / "exploded", tmp_path / "copy"
     files = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and not p.is_symlink()]
@@ -213,10 +208,8 @@ def test_links_and_paths_out_of_a_run_are_not_followed(corpus: Path, tmp_path: P
     assert train.run(config) == 0
     victim, copy = tmp_path / "victim", tmp_path / "copy"
     secret = b'{"iter": 0, "secret": "do not trample on me"}\n'
-    names = [
-        f"{name}.{threading.get_native_id()}.tmp"
-        for name in ("config.yaml", "status.json", "summary.json", "metrics.jsonl")
-    ]
+    written = ("config.yaml", "status.json", "summary.json", "metrics.jsonl")
+    names = [f"{name}.{threading.get_native_id()}.tmp" for name in written]
     names += ["curve.png", "samples.jsonl", *(p.name for p in (tmp_path / "run").iterdir() if p.is_file())]
     for name in names:
         fresh_copy(tmp_path / "run", copy)

@@ -1,5 +1,6 @@
 """Inputs of kernels and their references: by the definition, in float64."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from core.device import cpu_flags
 from model.kernels import operators as kernels
+from model.options import LpNormOptions, QKNormOptions
 
 
 @contextmanager
@@ -38,6 +40,19 @@ def splitmix(seed: int, words: int) -> np.ndarray:
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
         drawn.append(z ^ (z >> 31))
     return np.array(drawn, dtype="<u8").view(np.uint8)
+
+
+def norm_by_hand(x: Tensor, config: QKNormOptions, of_norm: dict[str, Tensor], head: int) -> Tensor:
+    """The QK norm of a head's queries or keys, (..., d), by its definition. of_norm: the parameters of its module."""
+    if isinstance(config, LpNormOptions):
+        raw = of_norm.get("raw_p")
+        p: Any = config.p if raw is None else 1 + raw[head % len(raw)].exp().log1p()
+        size = x.abs().amax(-1, True) if p == math.inf else (x.abs() ** p).sum(-1, True) ** (1 / p)
+        return x / size
+    if config.name == "none":
+        return x
+    x = x - x.mean(-1, True) if config.name == "layernorm" else x
+    return x / (x.square().mean(-1, True) + 1e-6).sqrt() * of_norm["gain"]
 
 
 needs_bf16 = pytest.mark.skipif(

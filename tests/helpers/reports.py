@@ -25,7 +25,6 @@ from training.config import AdamWOptions
 
 STEPS = [0, 10, 20, 30, 40]
 Curve = dict[int, float]
-Planned = tuple[str, int, int | None]  # setting, seed, fold
 
 
 class Made:
