@@ -32,7 +32,7 @@ from core.files import expand
 from core.plugins import load_plugins
 from core.process import one_at_a_time, pass_signal_on, printable, raising_one_line
 from core.record import Metrics
-from core.rundir import is_open, read_settings, read_status, read_summary
+from core.rundir import read_settings, read_summary, state_of_run
 from core.schema import ConfigError, require, settings_of
 from data.tokenizer import Tokenizer
 from model.diagnostics import attention_weights
@@ -61,8 +61,7 @@ class Run:
     @property
     def state(self) -> str:
         """done, diverged, stopped, failed or running."""
-        state = str(read_status(self.path).get("state"))
-        return "stopped" if state == "running" and not is_open(self.path) else state
+        return state_of_run(self.path)
 
     @property
     def summary(self) -> dict[str, Any]:

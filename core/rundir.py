@@ -320,9 +320,15 @@ def at_end(path: Path) -> bool:
 
 def is_open(path: Path) -> bool:
     """Whether a live process has the run open. A run "running" without a lock died."""
+    return is_locked(path / "lock")
+
+
+def state_of_run(path: Path) -> str:
+    """The state in status.json; "stopped" where it says "running" and no live process has the run open."""
+    state = str(read_status(path).get("state"))
     with suppress(OSError):  # a stranger's lock may be no file
-        return is_locked(path / "lock")
-    return False
+        return "stopped" if state == "running" and not is_open(path) else state
+    return state
 
 
 def read_settings(path: Path) -> dict[str, Any]:

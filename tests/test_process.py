@@ -102,14 +102,14 @@ def test_a_forked_sibling_keeps_no_child_alive(tmp_path: Path) -> None:
         "import os, time\n"
         "from core.process import start_bound\n"
         "start_bound(['sleep', '600'])\n"
-        "sibling = os.fork()\n"
-        "print(sibling, flush=True)\n"
+        "if sibling := os.fork():\n"
+        "    print(sibling, flush=True)\n"
         "time.sleep(600)\n"
     )
     environment = {**os.environ, **mark, "PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
     assert parent.stdout is not None
-    sibling = max(int(parent.stdout.readline()) for _ in "01")
+    sibling = int(parent.stdout.readline())
     try:
         eventually(lambda: len(processes_with(mark)) >= 5)  # they, the shells, sleep
         parent.kill()
