@@ -93,6 +93,7 @@ def train_to_the_end(run: Run) -> int:
             status = finish(run, end.line, f"{end.reason} at iteration {end.step}")
         except Exception as error:
             if not received.explains(error):  # the signal also ends compilers and other ranks, which is an error here
+                run.session.data.batches.require_unchanged()  # a file of tokens that was changed explains it, too
                 raise
             drop_compilations()  # else the exit waits for them. No barrier: another rank may be gone
             return record_stop(run, received.signal, f"amid {one_line(error, 100)}; what was saved last stays")

@@ -160,9 +160,10 @@ def load_yaml(text: str, exponents: bool = False) -> Any:
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
-def write_json(path: Path, content: Mapping[str, Any], indent: int = 2) -> None:
+def write_json(path: Path, content: Mapping[str, Any], indent: int = 2, ensure_ascii: bool = True) -> None:
     """Write an object atomically. NaN and infinities are written as Python's json does; finite() makes them null."""
-    write_atomic(path, (json.dumps(content, indent=indent) + "\n").encode())
+    text = json.dumps(content, indent=indent, ensure_ascii=ensure_ascii) + "\n"
+    write_atomic(path, text.encode(errors="backslashreplace"))  # a lone surrogate, as JSON writes it
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from core.files import LINES_BYTES, ROOT, FileLock, open_regular, read_json, read_regular
+from core.process import start_bound
 from core.record import Metrics, line_at
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
@@ -233,7 +234,7 @@ def last_recorded(file: Path) -> int:
     """The last iteration in a recording; -1 where it has none."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     last = -1
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as inspect:
+    with start_bound(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as inspect:
         for line in inspect.stdout or ():
             if b'"type":"history"' in line:
                 last = json.loads(line)["history"]["item"]["iter"]

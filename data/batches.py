@@ -17,7 +17,7 @@ from torch import Tensor
 from core.device import move
 from core.schema import require
 from data.folds import Ranges, Split
-from data.shards import Tokens
+from data.shards import Tokens, file_versions
 
 # Independent random streams: how often a run evaluates does not change its training batches.
 TRAIN_STREAM, SAMPLED_STREAMS = 0, {"train": 1, "val": 2}
@@ -46,6 +46,15 @@ class Batches:
         block = f"a held-out block of {held_out} of {len(tokens)} tokens; it must have at least 2"
         require(held_out >= 2, f"data.folds leaves {block}")
         self.resident = None if device is None else copy_tokens(tokens, device)
+        self.versions = file_versions(tokens)
+
+    def require_unchanged(self) -> None:
+        """Raise OSError where a file that tokens are memory-mapped from was written to since."""
+        now = file_versions(self.tokens)
+        for file, (inode, *_) in self.versions.items():
+            kept = file not in now or now[file][0] != inode  # removed or replaced: what is mapped stays
+            if not kept and now[file] != self.versions[file]:
+                raise OSError(f"{file} was changed while the run trained on it; its last checkpoint is of before")
 
     def get_batch(self, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
         """Training x, y (B, T), uniform over the windows within a training range. Each rank passes its micro steps."""

@@ -9,6 +9,7 @@ tokenizer.json        the tokenizer; index.json has its SHA-256
 import hashlib
 import json
 import math
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,6 +44,7 @@ class Shards:
     """Memory-mapped arrays as one sequence: `shards[a:b]` has the tokens a to b - 1 of all arrays joined."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self.files = [array.filename for array in arrays if isinstance(array, np.memmap)]
         self.arrays = [np.asarray(array) for array in arrays]  # slices of a plain view are cheaper than np.memmap's
         self.ends = np.cumsum([len(array) for array in arrays])
 
@@ -66,6 +68,17 @@ class Shards:
 
 
 Tokens = np.ndarray | Shards
+
+
+def file_versions(tokens: Tokens) -> dict[str, tuple[int, int, int]]:
+    """Inode, size and time of change of each file that tokens are memory-mapped from, and that is still there."""
+    files = tokens.files if isinstance(tokens, Shards) else [getattr(tokens, "filename", None)]
+    found = {}
+    for file in map(str, filter(None, files)):
+        with suppress(FileNotFoundError):
+            about = os.stat(file)
+            found[file] = (about.st_ino, about.st_size, about.st_mtime_ns)
+    return found
 
 
 def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:

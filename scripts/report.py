@@ -10,7 +10,6 @@ watch=true, with sweep= or run=, writes nothing: it serves that page, which then
 """
 
 import csv
-import json
 import os
 import re
 import shlex
@@ -97,7 +96,7 @@ def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any])
     for name in before - set(files):
         if Path(name).name == name:
             (out / name).unlink(missing_ok=True)
-    write_atomic(out / "provenance.json", (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode())
+    write_json(out / "provenance.json", about, ensure_ascii=False)
 
 
 def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:

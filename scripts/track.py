@@ -27,7 +27,17 @@ from statistics import fmean
 from typing import Annotated, Any
 
 from core.cli import parse_yaml, run_script
-from core.files import ROOT, FileLock, config_folder, expand, file_sha256, read_json, read_regular, write_atomic
+from core.files import (
+    ROOT,
+    FileLock,
+    config_folder,
+    expand,
+    file_sha256,
+    read_json,
+    read_regular,
+    write_atomic,
+    write_json,
+)
 from core.plugins import LOADED, changed_plugins, load_plugins, plugin_hashes
 from core.process import say
 from core.schema import (
@@ -131,7 +141,7 @@ def withdrawn(asked: TrackOptions) -> Iterator[None]:
     require(file.is_file(), f"withdraw={asked.withdraw} is no entry of {asked.board}")
     about, before = read_json(file), read_regular(file)
     require(len(about) > 0, f"{file} cannot be read")
-    write_atomic(file, (json.dumps(about | {"withdrawn": asked.reason}, indent=2, ensure_ascii=False) + "\n").encode())
+    write_json(file, about | {"withdrawn": asked.reason}, ensure_ascii=False)
     try:
         yield
     except BaseException:

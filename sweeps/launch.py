@@ -27,7 +27,7 @@ from core.plugins import changed_plugins, remember
 from core.process import StopSignal, say
 from core.record import is_number
 from core.rundir import at_end, read_summary
-from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, declared, flatten, options, require
+from core.schema import NOT_EMPTY, AtLeast, ConfigError, Help, Variants, convert, declared, flatten, options, require
 from core.wandb_run import wandb_options
 from sweeps.claims import Launch
 from sweeps.definition import Definition, load_sweep, read_definition, sweep_name
@@ -68,6 +68,7 @@ def run(asked: LaunchOptions, overrides: list[str], hint: bool = True) -> int:
     for wandb in {run.config.wandb for run in runs}:
         wandb_options(wandb)  # refuses what W&B would refuse of its environment variables
     sweep_dir = asked.directory.resolve()
+    convert(str(sweep_dir), str, "sweep_dir")  # a current folder may have a name that is no Unicode text
     check_usable(sweep_dir)
     unstored = without_stored(runs, asked.from_)
     left_out = read_definition(str(asked.sweep))["parts"].keys() - sweep.parts.keys()

@@ -300,6 +300,8 @@ def read_plan(sweep_dir: Path) -> list[PlannedRun]:
     try:
         found = [*map(parse_object, lines)]
         require(all(map(is_intact, found)), f"sweep_dir={sweep_dir} has a plan.jsonl that was changed")
+        ids = [line["id"] for line in found]
+        require(len({*ids}) == len(ids), f"sweep_dir={sweep_dir} has a plan.jsonl with a run twice")
         return [planned_run(line) for line in found]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"sweep_dir={sweep_dir} has a plan.jsonl that cannot be read: {error}") from error

@@ -94,6 +94,12 @@ def test_state_comes_back_with_nan_infinities_and_big_integers(tmp_path: Path) -
     assert math.isnan(back.pop("nan")) and back == state
 
 
+def test_a_path_may_be_no_utf8(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"d\xff")
+    folder.mkdir()
+    assert load(save(folder, 1, small(1), {}, best=False)).tensors.keys() == small(1).keys()
+
+
 def test_files_have_the_mode_that_the_umask_asks_for(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:

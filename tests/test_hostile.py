@@ -26,7 +26,7 @@ from variants import FULL
 import train
 from core import checkpoint
 from core.cli import run_script
-from core.files import file_sha256, write_json
+from core.files import file_sha256, sealed, write_json
 from core.process import guarded
 from core.schema import ConfigError
 from core.wandb_follower import recordings
@@ -293,6 +293,15 @@ def test_a_strange_sweep_json_is_refused_by_reports_and_launches(about: dict[str
     for read in (sweep_of, read_about):
         with pytest.raises(ConfigError, match=r"sweep\.json that cannot be read: "):
             read(made.path)
+
+
+def test_a_lone_surrogate_ends_no_report(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in made.path.glob("*/summary.json"):
+        content = {key: value for key, value in json.loads(file.read_text()).items() if key != "sha256"}
+        write_json(file, sealed(content | {"commit": "\ud800"}))
+    monkeypatch.chdir(tmp_path)
+    assert report.main([f"sweep_dir={made.path}", "out=out"]) == 0
+    assert "\\ud800" in (tmp_path / "out" / "provenance.json").read_text()
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from variants import build
 
 import train
+from core.process import guarded
 from core.schema import ConfigError
 from data.tokenizer import PRINTABLE
 from model.gpt import GPT
@@ -310,6 +311,27 @@ def test_bins_are_read_as_nanogpt_wrote_them(nanogpt: Path, tmp_path: Path, fork
     tokens[:5].tofile(nanogpt / "train.bin")
     (nanogpt / "val.bin").unlink()
     assert "has no val.bin" in forked("train.py", *words, "out_dir=high", status=2).stderr
+
+
+@pytest.mark.parametrize("token", [0, 999])
+def test_bins_that_are_written_to_while_a_run_trains_on_them_end_it(
+    token: int, nanogpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By nanoGPT's prepare.py, say. 999 is no token of the model: its embedding raises an IndexError."""
+    for name, size in (("train.bin", 900), ("val.bin", 100)):
+        np.zeros(size, np.uint16).tofile(nanogpt / name)
+
+    def write_tokens(*_: Any) -> dict[str, float]:
+        with (nanogpt / "train.bin").open("r+b") as file:
+            np.full(900, token, np.uint16).tofile(file)
+        return {}
+
+    monkeypatch.setattr(train, "update_ratios", write_tokens)
+    words = ["data=bin", f"data.path={nanogpt}", *TINY, "max_iters=40", "eval_interval=40", "checkpoint_interval=40"]
+    config = load_config(compose([*words, f"out_dir={tmp_path / 'run'}"]))
+    assert guarded(lambda: train.run(config)) == 1
+    assert "train.bin was changed while the run trained on it; its last" in capsys.readouterr().err.splitlines()[-1]
+    assert [file.name for file in (tmp_path / "run" / "ckpt").glob("step_*")] == ["step_000000"]
 
 
 def test_a_text_may_have_a_validation_file_of_its_own(tmp_path: Path) -> None:

@@ -180,6 +180,10 @@ def test_the_next_command_runs_where_results_has_a_report_of_other_runs(
     assert report(hinted()) == 0 and stored.is_file()
 
 
+def twice(file: Path) -> None:
+    file.write_text(file.read_text() * 2)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -188,6 +192,7 @@ def test_the_next_command_runs_where_results_has_a_report_of_other_runs(
         (lambda folder: (folder.mkdir(), (folder / "config.yaml").touch()), "holds a run of train.py: write another"),
         (lambda folder: (folder / "logs").symlink_to(folder.parent), "logs in it is a link"),
         (lambda folder: (folder / "sweep.json").write_text(""), "has a sweep.json that was changed"),
+        (lambda folder: twice(folder / "plan.jsonl"), "has a plan.jsonl with a run twice"),
     ],
 )
 def test_another_folder_is_left_alone(change: Callable[[Path], Any], says: str, tmp_path: Path, corpus: Path) -> None:

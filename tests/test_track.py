@@ -197,7 +197,8 @@ def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> Non
     assert made["rates.svg"].count(b"sink") >= 1
     assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == made
-    for content in ("{}", '{"variants": {"qk_norm=none": {}}}'):  # the second has the words of a contestant
+    wrong = {"variants": {"none": {}}, "time_over_first": {"rms": {"median": 1.1, "low": "", "high": []}}}
+    for content in ("{}", '{"variants": {"qk_norm=none": {}}}', json.dumps(wrong)):  # the words of a contestant
         (folder / "train.json").write_text(content)
         with pytest.raises(ConfigError, match=r"train\.json does not time contestants"):
             make(TrackOptions(folder=str(folder), sweep=str(sweep)))

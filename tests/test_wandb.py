@@ -158,6 +158,7 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
     assert read_json(run.path / "summary.json") == sealed(summary)
     first = wandb_follower.recordings(run.path)[0]
     os.mkfifo(first.with_name("run-a.wandb"))  # a stranger's
+    first.with_name("latest-run").symlink_to(".")
     assert wandb_follower.last_recorded(first) == 29
 
 

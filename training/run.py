@@ -27,7 +27,9 @@ class Run:
     evaluation_due: bool = False
 
     def save(self, line: dict[str, Any], evaluation_due: bool) -> None:
-        """Write the checkpoint of an iteration. line: its metrics. Raises: Diverged where a weight is not finite."""
+        """Write the checkpoint of an iteration. line: its metrics. Raises: Diverged where a weight is not finite;
+        OSError where a file of tokens was changed."""
+        self.session.data.batches.require_unchanged()
         step = line["iter"]
         if not all(p.isfinite().all() for p in self.session.model.parameters()):
             raise Diverged(line, "a weight is not finite")

@@ -217,7 +217,7 @@ def ratios_of(file: Path, contestants: Collection[str]) -> dict[str, Estimate]:
         found = {name: Estimate(of["median"], of.get("low"), of.get("high"), 1) for name, of in ratios.items()}
     except (KeyError, TypeError, AttributeError, StopIteration) as error:
         raise ConfigError(told) from error
-    numbers = [x for one in found.values() for x in (one.mean, one.low or 0.0, one.high or 0.0)]
+    numbers = [x for one in found.values() for x in (one.mean, one.low, one.high) if x is not None]
     require(timed in contestants and all(map(is_number, numbers)), told)
     return found
 
