@@ -54,10 +54,9 @@ def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> lis
     if begun:
         changed = f"init_from={config.init_from} has changed or is gone: the run goes on from its own checkpoint"
         return [] if here == config.init_sha256 else [changed]
-    require(
-        here == config.init_sha256,
-        f"init_from={config.init_from} has changed: its SHA-256 is {here[:12]}, not init_sha256={config.init_sha256}",
-    )
+    told = f"has changed: its SHA-256 is {here[:12]}, not init_sha256={config.init_sha256}"
+    advice = "of a run that trains now, name one checkpoint, as RUN/ckpt/step_000500"
+    require(here == config.init_sha256, f"init_from={config.init_from} {told}; {advice}")
     origin = read_origin(config.init_from)
     misfits = misfits_of(origin, config, corpus.tokenizer)
     require(not misfits, f"init_from={config.init_from} does not fit (its value -> this run's): {', '.join(misfits)}")
