@@ -106,7 +106,8 @@ def test_a_curve_shows_both_losses_and_an_empty_run(tmp_path: Path) -> None:
 
 
 def test_a_picture_fails_no_run(tiny_run: list[str], program: Program, tmp_path: Path) -> None:
-    done = program("train.py", *tiny_run, "plot=true", "out_dir=run", env={**os.environ, "MPLBACKEND": "nonsense"})
+    words = [*tiny_run, "max_iters=2", "plot=true", "out_dir=run"]
+    done = program("train.py", *words, env={**os.environ, "MPLBACKEND": "nonsense"})
     assert "warning: curve.png is not drawn: ValueError: " in done.stdout and ", curve.png" not in done.stdout
     assert read_status(tmp_path / "run")["state"] == "done"
 
