@@ -113,9 +113,10 @@ _turn, _process = threading.Lock(), os.getpid()
 
 
 def one_at_a_time() -> threading.Lock:
-    """The lock of what trains in this process. Raises: ConfigError where fork() copied it held, as nobody frees it."""
-    if os.getpid() != _process and _turn.locked():
-        raise ConfigError("a run was training in another thread when this process was forked: start it by spawn")
+    """The lock of what trains in this process. Raises: ConfigError after a fork(), which PyTorch's threads and a lock
+    that is held do not survive: training would wait for ever."""
+    if os.getpid() != _process:
+        raise ConfigError('a forked process cannot train: start it by multiprocessing.get_context("spawn")')
     return _turn
 
 
