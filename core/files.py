@@ -26,6 +26,7 @@ MOST_DIGITS = 300  # of an integer that is read: a float holds it, and every mes
 # bytes, at most, of config.yaml, of a file that is read whole, and of one that is read line by line
 MOST_NESTED = 200  # levels of a YAML file
 CONFIG_BYTES, WHOLE_BYTES, LINES_BYTES = 2**20, 2**26, 2**30
+NEXT = ".next"  # in a folder: files that replace_files() was ended amid
 ANYWHERE = Path("/")
 FOLDERS: dict[str, str] = {}  # what a folder with a file of this name is; whoever makes such folders adds it
 
@@ -160,10 +161,14 @@ def load_yaml(text: str, exponents: bool = False) -> Any:
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
-def write_json(path: Path, content: Mapping[str, Any], indent: int = 2, ensure_ascii: bool = True) -> None:
+def write_json(path: Path, content: Mapping[str, Any], indent: int = 2) -> None:
     """Write an object atomically. NaN and infinities are written as Python's json does; finite() makes them null."""
-    text = json.dumps(content, indent=indent, ensure_ascii=ensure_ascii) + "\n"
-    write_atomic(path, text.encode(errors="backslashreplace"))  # a lone surrogate, as JSON writes it
+    write_atomic(path, (json.dumps(content, indent=indent) + "\n").encode())
+
+
+def readable_json(content: Mapping[str, Any]) -> bytes:
+    """JSON whose letters are not escaped, but lone surrogates, which have no UTF-8."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
@@ -215,6 +220,22 @@ def written_aside(out: Path) -> Iterator[Path]:
         os.rename(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def replace_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Replace files of a folder together: a crash leaves the old ones, or what finish_replacing() goes on with."""
+    with written_aside(folder / NEXT) as aside:
+        for name, content in files.items():
+            write_atomic(aside / name, content)
+    finish_replacing(folder)
+
+
+def finish_replacing(folder: Path) -> None:
+    """For whoever reads files that replace_files() writes."""
+    if (folder / NEXT).is_dir() and not (folder / NEXT).is_symlink():
+        for file in (folder / NEXT).iterdir():
+            os.replace(file, folder / file.name)
+        (folder / NEXT).rmdir()
 
 
 # -----------------------------------------------------------------------------

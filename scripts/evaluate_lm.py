@@ -7,6 +7,7 @@ The report of a sweep compares its runs where out= is RUN/evaluation.json (docs/
 Prints a table; the last line is JSON. Needs the extra `eval`.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -21,7 +22,7 @@ import numpy as np
 
 from core.cli import run_script
 from core.device import resolve_device, resolve_dtype
-from core.files import expand, sealed, write_atomic
+from core.files import ROOT, expand, sealed, write_atomic
 from core.schema import REQUIRED, AtLeast, ConfigError, Help, Writable, did_you_mean, one_line, options, require, show
 from data.corpora import probe_hub
 from data.options import RandomOptions
@@ -189,10 +190,11 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
     began = time.perf_counter()
     lm = NanoQK(run.model, run.tokenizer, asked.batch_size, dtype)
     try:
-        results = lm_eval.simple_evaluate(
-            lm, tasks=tasks, task_manager=manager, num_fewshot=asked.num_fewshot, limit=asked.limit,
-            batch_size=asked.batch_size, bootstrap_iters=1000,
-        )  # fmt: skip
+        with contextlib.chdir(ROOT):  # it calls `python -m pip` and git, which would run what the current folder holds
+            results = lm_eval.simple_evaluate(
+                lm, tasks=tasks, task_manager=manager, num_fewshot=asked.num_fewshot, limit=asked.limit,
+                batch_size=asked.batch_size, bootstrap_iters=1000,
+            )  # fmt: skip
     except ConfigError:
         raise
     except ValueError as error:  # more examples than a task has documents, for instance

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from core.cli import run_script
-from core.files import expand, read_json, write_atomic, write_json
+from core.files import expand, finish_replacing, read_json, readable_json, replace_files, write_atomic
 from core.process import say
 from core.schema import NOT_EMPTY, ConfigError, Help, Rule, Writable, one_line, options, require
 from scripts.reporting.charts import svg
@@ -85,22 +85,19 @@ def files_of(out: Path) -> set[str]:
 def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
     """Write the files and provenance.json; delete those of the report before that are no longer part of it. Raises:
     ConfigError where they would replace files of another origin."""
+    finish_replacing(out)
     other = [] if (out / "provenance.json").exists() else [name for name in files if os.path.lexists(out / name)]
     require(not other, f"out={out} has {', '.join(other)}, which no report wrote: write another out=")
-    out.mkdir(parents=True, exist_ok=True)
-    if not (out / "provenance.json").exists():
-        write_json(out / "provenance.json", {"drawn": [*files]})  # what a full disk cuts off is known as a report
     before = files_of(out)
-    for name, content in files.items():
-        write_atomic(out / name, content)
+    replace_files(out, {**files, "provenance.json": readable_json(about)})
     for name in before - set(files):
         if Path(name).name == name:
             (out / name).unlink(missing_ok=True)
-    write_json(out / "provenance.json", about, ensure_ascii=False)
 
 
 def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
     """Raises: ConfigError where the report in `out` has runs at their end that `sweep` lacks, or cannot be read."""
+    finish_replacing(out)
     if not (out / "runs.csv").is_file():
         return
     replaces = f"out={out} replaces it, another out= keeps it"

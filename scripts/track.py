@@ -35,8 +35,8 @@ from core.files import (
     file_sha256,
     read_json,
     read_regular,
+    readable_json,
     write_atomic,
-    write_json,
 )
 from core.plugins import LOADED, changed_plugins, load_plugins, plugin_hashes
 from core.process import say
@@ -141,7 +141,7 @@ def withdrawn(asked: TrackOptions) -> Iterator[None]:
     require(file.is_file(), f"withdraw={asked.withdraw} is no entry of {asked.board}")
     about, before = read_json(file), read_regular(file)
     require(len(about) > 0, f"{file} cannot be read")
-    write_json(file, about | {"withdrawn": asked.reason}, ensure_ascii=False)
+    write_atomic(file, readable_json(about | {"withdrawn": asked.reason}))
     try:
         yield
     except BaseException:

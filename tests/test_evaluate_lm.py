@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import Program, Trained
+from conftest import ROOT, Program, Trained
 from helpers.runs import configured, random_model
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -46,7 +46,12 @@ NEWLINE = 5  # stands for an empty context
 @pytest.fixture(autouse=True)
 def quick_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """lm_eval otherwise lists the machine and its packages after every evaluation, and `datasets` keeps a copy."""
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+    def add_env_info(results: dict[str, Any]) -> None:
+        assert Path.cwd() == ROOT  # it calls `python -m pip`, which runs a pip.py of the current folder
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", add_env_info)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
 
 

@@ -8,6 +8,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,39 @@ def test_a_link_within_the_folder_and_a_folder_behind_a_link_are_followed(tmp_pa
     (tmp_path / "run" / "b").symlink_to("a")
     (tmp_path / "link").symlink_to("run")
     assert read_regular(tmp_path / "link" / "a") == read_regular(tmp_path / "link" / "b") == b"mine"
+
+
+@pytest.mark.parametrize("moves", range(1, 10))
+def test_a_crash_leaves_all_files_as_they_were_or_all_as_they_are_to_be(
+    moves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (dict.fromkeys(("a", "b", "c"), content) for content in (b"old", b"new"))
+    files.replace_files(tmp_path, old)
+    left = moves
+
+    def killed(move: Callable[..., None], *paths: Path) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        move(*paths)
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        for name in ("replace", "rename"):
+            patch.setattr(os, name, partial(killed, getattr(os, name)))
+        files.replace_files(tmp_path, new)
+    files.finish_replacing(tmp_path)
+    found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert found == (old if moves < 4 else new)  # three files are written, and their folder is renamed
+
+
+def test_what_a_link_leads_to_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis").touch()
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / files.NEXT).symlink_to(tmp_path / "mine")
+    files.finish_replacing(tmp_path / "strange")
+    assert (tmp_path / "mine" / "thesis").exists()
 
 
 @pytest.mark.parametrize("home", ["~", "."])

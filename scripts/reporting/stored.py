@@ -8,11 +8,12 @@ import gzip
 import io
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.files import file_sha256, parse_object, read_json, unpacked
+from core.files import file_sha256, finish_replacing, parse_object, read_json, unpacked
 from core.record import is_number
 from core.rundir import TEXTS, mistyped
 from core.schema import ConfigError, require, show
@@ -72,6 +73,8 @@ def curves_csv(sweep: Sweep) -> bytes:
 
 def read_stored(folder: Path, name: str) -> Sweep:
     """The sweep that a report was made of. Raises: ConfigError where the files of `folder` do not hold one."""
+    with suppress(OSError):  # a folder that is read-only
+        finish_replacing(folder)
     about = read_json(folder / "provenance.json")
     kinds = {"definition": dict, "config": dict, "sha256": dict, "planned": list}
     missing = [key for key, kind in kinds.items() if not isinstance(about.get(key), kind)]
