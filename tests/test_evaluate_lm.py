@@ -3,6 +3,7 @@
 The trained model has seen "the cow says moo." and its like; tasks are files made here, so that nothing is downloaded.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -258,7 +259,8 @@ def test_every_sample_is_scored_as_by_lm_evals_own_hugging_face_adapter(
     assert flat(ours.loglikelihood(pairs)) == pytest.approx(flat(theirs.loglikelihood(pairs)), abs=2e-4, rel=1e-5)
     manager = TaskManager(include_path=[tasks], include_defaults=False)
     asked = {"tasks": ALL, "num_fewshot": num_fewshot, "task_manager": manager, "bootstrap_iters": 0, "batch_size": 4}
-    mine, expected = (lm_eval.simple_evaluate(lm, **asked) for lm in (ours, theirs))
+    with contextlib.chdir(ROOT):
+        mine, expected = (lm_eval.simple_evaluate(lm, **asked) for lm in (ours, theirs))
     compared = 0
     for task in ALL:
         for a, b in zip(mine["samples"][task], expected["samples"][task], strict=True):
