@@ -30,7 +30,7 @@ from core.cli import read_arguments
 from core.device import resolve_device, resolve_dtype, settings_restored
 from core.files import expand
 from core.plugins import load_plugins
-from core.process import one_at_a_time, pass_signal_on, printable, raising_one_line
+from core.process import one_at_a_time, pass_signal_on, printable, raising_one_line, refuse_fork
 from core.record import Metrics
 from core.rundir import read_settings, read_summary, state_of_run
 from core.schema import ConfigError, require, settings_of
@@ -98,6 +98,7 @@ class Run:
         """Texts that begin with `start` (None: line feed). settings: sample.py's, as num_samples=3, temperature=0.5."""
         for key in settings.keys() & {"run", "checkpoint", "device", "stream"}:
             raise ConfigError(f"{key}={settings[key]} is no setting of one sample: nanoqk.Run() takes the run's")
+        refuse_fork()
         require(start != "", "start= must hold at least one character")
         prompt = start or default_prompt(self.tokenizer)
         asked = settings_of(SampleConfig, {"run": str(self.path), "start": prompt, **settings})
@@ -113,6 +114,7 @@ class Run:
         return [weights[0].cpu() for weights in attention_weights(self.model, self._idx(text))]
 
     def _idx(self, text: str) -> Tensor:
+        refuse_fork()
         tokens, most = self.tokenizer.encode(text).tolist(), self.model.block_size
         require(0 < len(tokens) <= most, f"the text has {len(tokens)} tokens: give 1 to {most} (model.block_size)")
         return torch.tensor([tokens], device=self.device)  # (1, T)

@@ -113,11 +113,16 @@ _turn, _process = threading.Lock(), os.getpid()
 
 
 def one_at_a_time() -> threading.Lock:
-    """The lock of what trains in this process. Raises: ConfigError after a fork(), which PyTorch's threads and a lock
-    that is held do not survive: training would wait for ever."""
-    if os.getpid() != _process:
-        raise ConfigError('a forked process cannot train: start it by multiprocessing.get_context("spawn")')
+    """The lock of what trains in this process. Raises: as refuse_fork()."""
+    refuse_fork()
     return _turn
+
+
+def refuse_fork() -> None:
+    """Raise ConfigError after a fork(), which PyTorch's threads and a lock that is held do not survive: computing would
+    wait for ever."""
+    if os.getpid() != _process:
+        raise ConfigError('a forked process cannot compute: start it by multiprocessing.get_context("spawn")')
 
 
 @contextlib.contextmanager

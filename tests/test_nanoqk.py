@@ -145,13 +145,17 @@ def test_threads_take_turns_and_the_process_stays_as_it_was(words: list[str], tm
         assert_same_run(tmp_path / "run", run.path)
 
 
-def test_a_forked_process_does_not_train(words: list[str]) -> None:
-    def train() -> int:
-        with pytest.raises(nanoqk.ConfigError, match="a forked process cannot train: start it by .*spawn"):
-            nanoqk.train(*words)
+def test_a_forked_process_does_not_compute(words: list[str]) -> None:
+    run = nanoqk.train(*words)
+
+    def compute() -> int:
+        for call in (lambda: nanoqk.train(*words), run.sample, lambda: run.logits("to be")):
+            with pytest.raises(nanoqk.ConfigError, match="a forked process cannot compute: start it by .*spawn"):
+                call()
         return 0
 
-    assert exit_status(fork(train)) == 0
+    run.sample(num_samples=1, max_new_tokens=1)
+    assert exit_status(fork(compute)) == 0
 
 
 def test_it_works_in_a_folder_with_modules_of_our_names(tmp_path: Path) -> None:
