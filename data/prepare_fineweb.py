@@ -6,6 +6,7 @@ continues with the same command: progress.json says how much is done.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -258,6 +259,7 @@ class Documents:
             require(problem is None, f"dataset={config.dataset} {absent}: dataset=FOLDER takes a folder of files")
         try:
             import datasets
+            import pyarrow.parquet as pq
             from huggingface_hub import HfApi
 
             datasets.disable_progress_bars()
@@ -265,12 +267,18 @@ class Documents:
             if not folder.is_dir() and not self.source["revision"]:
                 self.source["revision"] = HfApi().dataset_info(config.dataset, expand=["sha"], timeout=10).sha
             path, where = config.dataset, {"revision": self.source.get("revision")}
-            if kinds := {kind_of(file) for file in files}:  # not what a file of the folder names, which lies anywhere
+            kinds, parts = {kind_of(file) for file in files}, dict[str, list[str]]()
+            if kinds:  # not what a file of the folder names, which lies anywhere
                 (kind,), found = kinds, datasets.data_files.get_data_patterns(str(folder))
                 every = datasets.data_files.DataFilesDict.from_patterns(found, base_path=str(folder))
                 parts = {str(split): [file for file in of if kind_of(file) == kind] for split, of in every.items()}
                 path, where = kind.lower(), {"data_files": {split: of for split, of in parts.items() if of}}
-            self.rows = datasets.load_dataset(path, name, split=config.split, streaming=True, **where)
+            if kinds == {"JSON"}:
+                require(bool(parts.get(config.split)), f"split={config.split} must be one of {', '.join(parts)}")
+                rows_of = {"files": parts[config.split], "column": config.column}
+                self.rows = datasets.IterableDataset.from_generator(json_rows, gen_kwargs=rows_of)
+            else:
+                self.rows = datasets.load_dataset(path, name, split=config.split, streaming=True, **where)
             first = next(iter(self.rows.take(1)), None)
         except Exception as error:  # the errors of datasets, its network stack and pyarrow share no base class
             chosen = f"dataset={config.dataset} name={show(name)} split={config.split}"
@@ -284,6 +292,10 @@ class Documents:
         require(config.column in first, f"column={config.column} must be one of {', '.join(first)}")
         kind = type(first[config.column]).__name__
         require(kind in ("str", "NoneType"), f"column={config.column} must hold text, not {kind}")
+        for file in parts.get(config.split, []) if kinds == {"parquet"} else []:
+            found = pq.read_schema(file)  # `datasets` makes texts of another file's numbers and dates
+            texts = config.column in found.names and "string" in str(found.field(config.column).type)
+            require(texts, f"column={config.column} of {file} must hold text")
         self.rows = self.rows.select_columns([config.column])
 
     def batches(self, stream: Position | None) -> Iterator[tuple[list[str], Position]]:
@@ -308,6 +320,29 @@ class Documents:
             raise OSError(f"dataset={self.config.dataset}: {one_line(error)}; the same command goes on") from error
         if texts:
             yield texts, self.rows.state_dict()
+
+
+def json_rows(files: list[str], column: str) -> Iterator[dict[str, Any]]:
+    """The rows of files with a list, or with a row a line, as they are: `datasets` takes the texts of a file for dates
+    or numbers where all of them can be. Raises: ConfigError."""
+    import fsspec
+
+    for file in files:
+        try:
+            with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as lines:
+                head = next((line for line in lines if line.strip()), "[]")
+                if head.lstrip().startswith("["):
+                    rows: Iterable[Any] = json.loads(head + lines.read())
+                else:
+                    rows = map(json.loads, filter(str.strip, itertools.chain([head], lines)))
+                for n, row in enumerate(rows):
+                    require(isinstance(row, dict), f"{file} holds row {n}, which is no object")
+                    require(n > 0 or column in row, f"column={column} must be one of {', '.join(row)}, as in {file}")
+                    yield {column: None, **row}
+        except ConfigError:
+            raise
+        except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+            raise ConfigError(f"{file} cannot be read: {one_line(error)}") from error
 
 
 Source = Documents | TextFiles

@@ -422,9 +422,50 @@ def test_files_of_rows_that_a_split_leaves_out_are_counted(
     assert f"note: split=train is 1 of the 2 files in {tmp_path / 'rows'}" in capsys.readouterr().out
 
 
-def test_a_later_row_that_is_no_text_is_named(tmp_path: Path) -> None:
-    rows = [json.dumps({"text": text}) for text in ("to be " * 500, "or not " * 500, 7)]
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "a.jsonl").write_text("\n".join(rows))
-    with pytest.raises(ConfigError, match="column=text must hold text, not 7"):
+def write_rows(file: Path, *texts: Any) -> None:
+    file.parent.mkdir(exist_ok=True)
+    rows = [{"text": text, "url": "a"} for text in texts]
+    said = json.dumps(rows) if file.suffix == ".json" else "\n".join(map(json.dumps, rows))
+    file.write_bytes(gzip.compress(said.encode()) if file.suffix == ".gz" else said.encode())
+
+
+def test_texts_that_could_be_dates_or_numbers_stay_texts(tmp_path: Path) -> None:
+    texts = {f"a{i}.jsonl": [f"line {i}\n" * (3 + i % 5) + str(i)] for i in range(140)}
+    texts |= {"b.jsonl": ["2020-01-02T03:04:05Z", "2020-01-02"], "c.json": ["007", "1e5"], "d.jsonl.gz": ["1.50"]}
+    for name, some in texts.items():
+        write_rows(tmp_path / "rows" / name, *some)
+    assert prepare(config := settings_of((tmp_path / "rows", []), tmp_path / "out")) == 0
+    index, tokenizer, found = index_of(tmp_path / "out"), tokenizer_of(tmp_path / "out"), []
+    for split in ("train", "val"):
+        parts = [np.fromfile(tmp_path / "out" / shard["file"], index["dtype"]) for shard in index[split]["shards"]]
+        tokens = np.concatenate(parts)
+        found += [tokenizer.decode(one[:-1]) for one in np.split(tokens, np.flatnonzero(tokens == 299) + 1)[:-1]]
+    assert sorted(found) == sorted(text for some in texts.values() for text in some)
+    resumed = replace(config, out=str(tmp_path / "resumed"))
+    interrupted(resumed)
+    assert prepare(resumed) == 0 and files(tmp_path / "resumed") == files(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("b.jsonl", b'{"text": 5}', "^column=text must hold text, not 5"),
+        ("b.json", b'[{"text": "a"}, 5]', "^[^ ]*b.json holds row 1, which is no object"),
+        ("b.jsonl", b'{"body": "a"}', "^column=text must be one of body, as in .*b.jsonl"),
+        ("b.jsonl", b'{"text": "\xff"}', "b.jsonl cannot be read: .*0xff"),
+        ("b.jsonl", b'{"text": ', "b.jsonl cannot be read: "),
+        ("b.jsonl.gz", gzip.compress(b'{"text": "a"}')[:-9], "b.jsonl.gz cannot be read: "),
+    ],
+)
+def test_a_later_row_that_is_no_text_is_named(name: str, content: bytes, says: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows" / "a.jsonl", "to be " * 500, "or not " * 500)
+    (tmp_path / "rows" / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        prepare(settings_of((tmp_path / "rows", []), tmp_path / "out"))
+
+
+def test_numbers_of_a_later_parquet_file_are_no_texts(parquet: Parquet, tmp_path: Path) -> None:
+    shutil.copytree(parquet[0], tmp_path / "rows")
+    write_parquet(tmp_path / "rows" / "z.parquet", text=[1, 2])
+    with pytest.raises(ConfigError, match="column=text of .*z.parquet must hold text"):
         prepare(settings_of((tmp_path / "rows", []), tmp_path / "out"))
