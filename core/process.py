@@ -226,7 +226,13 @@ def start_bound(command: Sequence[str], last: str = "", **how: Any) -> subproces
 def input_for_life(pid: int) -> int:
     """A pipe that ends when this process does. A process that is forked from it does not keep it open."""
     reads, writes = os.pipe()
-    os.register_at_fork(after_in_child=lambda: os.close(writes) if os.getppid() == pid else None)
+    left = [writes]
+
+    def close() -> None:
+        while left:  # a grandchild has nothing left to close
+            os.close(left.pop())
+
+    os.register_at_fork(after_in_child=close)
     return reads
 
 

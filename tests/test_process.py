@@ -113,7 +113,7 @@ def test_a_forked_sibling_keeps_no_child_alive(tmp_path: Path) -> None:
     try:
         eventually(lambda: len(processes_with(mark)) >= 5)  # they, the shells, sleep
         parent.kill()
-        parent.communicate()
+        parent.wait()
         eventually(lambda: processes_with(mark) == [sibling])
     finally:
         for pid in processes_with(mark):

@@ -172,8 +172,9 @@ def setup(config: TrainConfig, machine: Machine | None = None) -> Session:
     model = GPT(config.gpt, vocab_size)
     model.init_weights(config.seed)
     model.to(machine.device)
-    faults.inject_into_model(config, model)
-    faults.inject_into_batches(config, data.batches)
+    if config.fault.name != "none":
+        faults.inject_into_model(config, model)
+        faults.inject_into_batches(config, data.batches)
     forward = compile_model(model, config) if is_compiled(config, machine.device) else model
     if config.qk_clip.name != "none":
         for attention in model.attentions:
