@@ -26,7 +26,7 @@ MOST_DIGITS = 300  # of an integer that is read: a float holds it, and every mes
 # bytes, at most, of config.yaml, of a file that is read whole, and of one that is read line by line
 MOST_NESTED = 200  # levels of a YAML file
 CONFIG_BYTES, WHOLE_BYTES, LINES_BYTES = 2**20, 2**26, 2**30
-NEXT = ".next"  # in a folder: files that replace_files() was ended amid
+NEXT = ".nanoqk_next"  # in a folder: files that replace_files() was ended amid
 ANYWHERE = Path("/")
 FOLDERS: dict[str, str] = {}  # what a folder with a file of this name is; whoever makes such folders adds it
 

@@ -275,6 +275,7 @@ class Documents:
                 path, where = kind.lower(), {"data_files": {split: of for split, of in parts.items() if of}}
             if kinds == {"JSON"}:
                 require(bool(parts.get(config.split)), f"split={config.split} must be one of {', '.join(parts)}")
+                self.source["rows"] = "json"  # of an earlier version the positions were others
                 rows_of = {"files": parts[config.split], "column": config.column}
                 self.rows = datasets.IterableDataset.from_generator(json_rows, gen_kwargs=rows_of)
             else:

@@ -141,7 +141,7 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
 
 def along(sweep: Sweep, family: Family) -> list[Series]:
     """A − B in validation loss at the evaluations that both runs of a pair have. A pair has the style of its first
-    setting; where pairs would then look alike, or all have one colour, each has a style of its own."""
+    setting; where pairs would then look the same, or all have one colour, each has a style of its own."""
     pairs = [c for c in family.comparisons[0] if c.values]
     names = [family.pair_name(c) for c in pairs]
     of_settings, of_names = styles_of(sweep), charts.styles_of_names(names)
