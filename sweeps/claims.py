@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from core.files import FileLock, is_locked, open_regular, read_json, write_json
+from core.rundir import LOCK_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Launch:
 @contextmanager
 def claimed(sweep_dir: Path, run_id: str) -> Iterator[dict[str, Any] | None]:
     """The content of a run's claim while this process holds it; None if another process does."""
-    with FileLock(sweep_dir / "claims" / run_id, timeout=0.03) as lock:  # is_claimed() holds it for a moment
+    with FileLock(sweep_dir / "claims" / run_id, LOCK_TIMEOUT) as lock:
         yield read_claim(sweep_dir, run_id) if lock.held else None
 
 

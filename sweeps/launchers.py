@@ -256,7 +256,7 @@ class Slurm:
         """Submit tasks until n are queued or running. Raises: ConfigError where SLURM refuses the first ones."""
         import submitit
 
-        missing = n - self.alive()
+        missing = n - len(self.tasks)  # as alive() last said: what squeue says now is newer than n
         if missing <= 0 or self.failure() or (self.refusals and time.monotonic() - self.submitted < SBATCH_AGAIN):
             return
         first, self.submitted = self.submitted == -math.inf, time.monotonic()

@@ -1,11 +1,13 @@
 """Sweeps: killing anything at any moment changes nothing but the time."""
 
+import fcntl
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,7 +37,7 @@ from scripts.report import report
 from scripts.reporting.runs import read_sweep
 from scripts.reporting.stored import joined, read_stored
 from sweeps import launchers, worker
-from sweeps.claims import Launch, read_claim
+from sweeps.claims import Launch, claimed, read_claim
 from sweeps.definition import load_sweep
 from sweeps.launch import main
 from sweeps.plan import PlannedRun, freeze, plan_runs, read_plan
@@ -447,6 +449,19 @@ def test_a_worker_ends_after_a_failed_try_which_is_no_death(sweep: Path, monkeyp
             eventually(lambda: local.alive() == 0)  # noqa: B023
         deaths.append((local.deaths, local.failure() is None))
     assert deaths == [(0, True), (3, False)]
+
+
+def test_a_worker_does_not_pass_over_a_run_that_a_launcher_is_looking_at(tmp_path: Path) -> None:
+    """On busy cores a look, which holds the claim, may last some tenths of a second."""
+    (tmp_path / "claims").mkdir()
+    (tmp_path / "claims" / "run").touch()
+    with open(tmp_path / "claims" / "run") as look:
+        fcntl.flock(look, fcntl.LOCK_SH)
+        timer = threading.Timer(0.2, lambda: fcntl.flock(look, fcntl.LOCK_UN))
+        timer.start()
+        with claimed(tmp_path, "run") as claim:
+            assert claim is not None
+        timer.join()
 
 
 def test_a_run_that_ends_between_two_looks_is_done_not_dead(undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
