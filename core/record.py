@@ -5,12 +5,14 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from core.files import LINES_BYTES, finite, open_regular, parse_object, read_regular, write_atomic
+
+DAMAGED = 1000  # lines of a file; a crash leaves one
 
 
 class Metrics:
@@ -26,10 +28,10 @@ class Metrics:
         good, size = list[bytes](), 0
         with suppress(FileNotFoundError), open_regular(path, limit=LINES_BYTES) as file:
             size = os.fstat(file.fileno()).st_size
-            for line in file:
-                if line.endswith(b"\n") and self._last < iter_of(line) < step:
-                    good.append(line)
-                    self._add(line, iter_of(line))
+            for raw, line in whole_lines(file):
+                if self._last < line["iter"] < step:
+                    good.append(raw)
+                    self._add(raw, line["iter"])
         if sum(map(len, good)) != size:
             write_atomic(path, b"".join(good))
         self.kept = len(good)
@@ -108,11 +110,19 @@ class Record:
         self._diagnostics.close()
 
 
-def iter_of(line: bytes) -> float:
-    try:
-        return float(parse_object(line)["iter"])
-    except (ValueError, TypeError, KeyError, OverflowError):
-        return float("inf")
+def whole_lines(file: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines that are neither torn nor damaged, and have an iteration, each with its object. Those after DAMAGED
+    others count as lost: a stranger's file of nothing but line feeds would take minutes."""
+    damaged = 0
+    for raw in file:
+        try:
+            line = parse_object(raw)
+        except ValueError:
+            line = {}
+        if type(line.get("iter")) is int and 0 <= line["iter"] < 2**53 and raw.endswith(b"\n"):
+            yield raw, line
+        elif (damaged := damaged + 1) > DAMAGED:
+            return
 
 
 class Lines:
@@ -145,11 +155,7 @@ class Lines:
             return gone
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        for raw in io.BytesIO(whole):
-            with suppress(ValueError):
-                line = parse_object(raw)
-                if isinstance(line.get("iter"), int) and 0 <= line["iter"] < 2**53:
-                    self.lines.append(line)
+        self.lines += (line for _, line in whole_lines(io.BytesIO(whole)))
         if self.keep is not None:
             del self.lines[: -self.keep]
         return replaced or bool(whole)
@@ -165,5 +171,5 @@ def is_number(value: Any) -> bool:
 
 def line_at(path: Path, step: int) -> dict[str, Any]:
     """The line of iteration `step` in a file that Metrics wrote; {} where it has none."""
-    lines = read_regular(path, LINES_BYTES).splitlines() if path.exists() else []
+    lines = io.BytesIO(read_regular(path, LINES_BYTES)) if path.exists() else ()
     return next((parse_object(line) for line in lines if line.startswith(b'{"iter": %d,' % step)), {})

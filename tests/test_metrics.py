@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,16 @@ def test_cut_keeps_the_bytes_of_lines_that_others_wrote_and_a_reader_sees_no_hal
     assert metrics.path.read_bytes() == kept
     metrics.path.write_bytes(b'{"iter": 1}\n{"iter": 2')
     assert Metrics.read(metrics.path) == [{"iter": 1}]
+
+
+def test_a_file_of_nothing_but_line_feeds_is_given_up_at_once(metrics: Metrics) -> None:
+    """55 MB of them took a report minutes. A crash damages one line, and a thousand are passed over."""
+    good = b'{"iter": 1}\n'
+    for damage, kept in ((b"\n" * 1000, good), (b"{\n" * 2000, b""), (b"\n" * 20_000_000, b"")):
+        metrics.path.write_bytes(damage + good)
+        began = time.monotonic()
+        assert Metrics.read(metrics.path) == ([{"iter": 1}] if kept else [])
+        assert Metrics(metrics.path, 3).path.read_bytes() == kept and time.monotonic() - began < 5
 
 
 def scored(losses: list[float], window: int, sigmas: float, least: int) -> float:
