@@ -275,6 +275,14 @@ class FileLock:
     def held(self) -> bool:
         return self._file is not None
 
+    def has_moved(self, file: Path) -> bool:
+        """Whether it is held, and no longer by the name `file`: its folder was moved."""
+        if not self.held:
+            return False
+        with suppress(FileNotFoundError):
+            return not os.path.samestat(os.fstat(self._file.fileno()), os.stat(file))
+        return True
+
     def release(self) -> None:
         if self._file is not None:
             self._file.close()

@@ -13,6 +13,7 @@ from typing import Any
 from core.files import LINES_BYTES, finite, open_regular, parse_object, read_regular, write_atomic
 
 DAMAGED = 1000  # lines of a file; a crash leaves one
+LINE_BYTES = 2**22  # of a line; one of diagnostics.jsonl, of 48 layers with 25 heads, has some 300 KB
 
 
 class Metrics:
@@ -116,7 +117,7 @@ def whole_lines(file: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]
     damaged = 0
     for raw in file:
         try:
-            line = parse_object(raw)
+            line = parse_object(raw) if len(raw) <= LINE_BYTES else {}
         except ValueError:
             line = {}
         if type(line.get("iter")) is int and 0 <= line["iter"] < 2**53 and raw.endswith(b"\n"):

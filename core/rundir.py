@@ -63,6 +63,7 @@ class RunDir:
         self.state: str | None = read_status(path).get("state")
         self.finished = finished
         self.print_line: Callable[[str], Any] = print
+        self._lock = lock
         self._held = ExitStack()  # what close() closes
         if lock is not None:
             self._held.callback(lock.release)
@@ -92,8 +93,15 @@ class RunDir:
             else:
                 self._held.callback(self._wandb.close)
 
+    def require_place(self) -> None:
+        """Raise OSError where the directory was moved: another run may stand in its place."""
+        if self._lock is not None and self._lock.has_moved(self.path / "lock"):
+            self.state = None  # __exit__() writes nothing, either
+            raise OSError(f"out_dir={self.path} was moved while its run trained; nothing more is written")
+
     def status(self, state: str, **extra: Any) -> None:
         """Write status.json. extra: iter (kept from the last status when not given), reason, …"""
+        self.require_place()
         self.state = state
         known = {"state": state, "iter": read_status(self.path).get("iter"), "pid": os.getpid()}
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -103,6 +111,7 @@ class RunDir:
         """Append a line with the time to train.log, and print it unless not `show`."""
         if show:
             say(text, self.print_line)  # if nobody reads it, train.log has it
+        self.require_place()
         with files.open_regular(self.path / "train.log", "ab") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
@@ -112,6 +121,7 @@ class RunDir:
         """Write a checkpoint, as core.checkpoint.save() does."""
         from core import checkpoint  # which loads torch
 
+        self.require_place()
         self.record.sync()
         state = {**state, "records": self.record.hashes(step)}
         checkpoint.save(self.path / "ckpt", step, tensors, state, best, keep_step)
@@ -129,6 +139,7 @@ class RunDir:
     def finish(self, summary: dict[str, Any] | None = None) -> None:
         """Write summary.json and end W&B's run: as failed unless summary["status"] is "done". Without a summary the run
         will be resumed: no summary.json is written, and W&B's run counts as killed."""
+        self.require_place()
         self.record.sync()
         if summary is not None:
             content = finite(summary) | {"records": self.record.hashes()}  # a NaN is null in it

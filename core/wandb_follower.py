@@ -266,14 +266,17 @@ def media(run_dir: Path, step: int, layers: Sequence[str] | None) -> dict[str, A
 
 
 def log_artifacts(run: Any, run_dir: Path) -> None:
+    """Raises: OSError for a link out of the run, before anything is uploaded."""
     import wandb
 
-    metrics = wandb.Artifact(f"{run.id}-metrics", "metrics")
-    metrics.add_file(str(run_dir / "metrics.jsonl"))
+    best = run_dir / "ckpt" / "best"
+    metrics, model = wandb.Artifact(f"{run.id}-metrics", "metrics"), wandb.Artifact(f"{run.id}-checkpoint", "model")
+    files = sorted(best.iterdir()) if best.exists() else []
+    for artifact, file in [(metrics, run_dir / "metrics.jsonl"), *((model, file) for file in files)]:
+        with open_regular(file, within=run_dir):
+            artifact.add_file(str(file), file.name)
     run.log_artifact(metrics)
-    if (run_dir / "ckpt" / "best").exists():
-        model = wandb.Artifact(f"{run.id}-checkpoint", "model")
-        model.add_dir(str((run_dir / "ckpt" / "best").resolve()))
+    if files:
         run.log_artifact(model, aliases=["best"])
 
 

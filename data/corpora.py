@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from core.files import ANYWHERE, FileLock, cache_folder, expand, read_regular, write_atomic
+from core.files import ANYWHERE, WHOLE_BYTES, FileLock, cache_folder, expand, read_regular, write_atomic
 from core.schema import ConfigError, one_line, require
 from data import options
 
@@ -66,14 +66,14 @@ def load_python_source(config: options.PythonSourceOptions) -> str:
 def load_text_file(config: options.TextFileOptions) -> str:
     shards = f"python data/prepare_fineweb.py dataset={config.path} makes shards of its texts"
     require(not expand(config.path).is_dir(), f"data.path={config.path} is a directory, it must be a file; {shards}")
-    text = read_text(config.path, f"data.path={config.path}")
+    text = read_text(config.path, f"data.path={config.path}", math.inf)
     require(text != "", f"data.path={config.path} is empty")
     return text
 
 
-def read_text(path: str, name: str) -> str:
+def read_text(path: str, name: str, limit: float = WHOLE_BYTES) -> str:
     """The UTF-8 text of a regular file. Raises: ConfigError, which begins with `name`."""
-    return decoded(read_bytes(expand(path), name), name)
+    return decoded(read_bytes(expand(path), name, limit), name)
 
 
 def decoded(raw: bytes, name: str) -> str:

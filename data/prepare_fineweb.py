@@ -25,6 +25,8 @@ from tqdm import tqdm
 from core.cli import run_script
 from core.files import (
     ANYWHERE,
+    LINES_BYTES,
+    WHOLE_BYTES,
     FileLock,
     cache_folder,
     expand,
@@ -330,10 +332,11 @@ def json_rows(files: list[str], column: str) -> Iterator[dict[str, Any]]:
 
     for file in files:
         try:
-            with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as lines:
+            with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as opened:
+                lines = iter(lambda: opened.readline(WHOLE_BYTES), "")  # noqa: B023  # the rest of a longer one is no JSON
                 head = next((line for line in lines if line.strip()), "[]")
                 if head.lstrip().startswith("["):
-                    rows: Iterable[Any] = json.loads(head + lines.read())
+                    rows: Iterable[Any] = json.loads(head + opened.read(LINES_BYTES))
                 else:
                     rows = map(json.loads, filter(str.strip, itertools.chain([head], lines)))
                 for n, row in enumerate(rows):

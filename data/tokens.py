@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -48,7 +49,7 @@ def load_corpus(config: CorpusOptions, block_size: int, known: dict[str, Any] | 
         return in_two(*open_bins(config, from_dict(known["tokenizer"]) if known else None))
     texts = [load_text(config)]
     if isinstance(config, TextFileOptions) and config.val_path is not None:
-        texts.append(read_text(config.val_path, f"data.val_path={config.val_path}"))
+        texts.append(read_text(config.val_path, f"data.val_path={config.val_path}", math.inf))
     hashes = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
     sha256 = hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()
     tokenizer = kept(config, known or {}, sha256)

@@ -238,7 +238,7 @@ class CompareOptions:
 def chosen_text(asked: CompareOptions, runs: dict[str, LoadedRun]) -> str:
     """The file's text, or the start of the text that both runs hold out. Raises: ConfigError."""
     if asked.text is not None:
-        return read_text(asked.text, f"text={asked.text}")[:LONGEST]
+        return read_text(asked.text, f"text={asked.text}", math.inf)[:LONGEST]
     found = []
     for name, (model, _, config, state) in runs.items():
         unknown = state.get("corpus_sha256") == UNKNOWN

@@ -39,15 +39,14 @@ LOCAL = ("json", "csv", "text", "parquet", "arrow", "pandas")  # `datasets` read
 # Tasks
 
 
-def load_tasks(names: Sequence[str], include_path: str | None) -> tuple[list[Any], Any]:
+def load_tasks(names: Sequence[str], own: Sequence[Path]) -> tuple[list[Any], Any]:
     """lm_eval's task objects with their data, and a TaskManager that knows them: the default one reads all of lm_eval's
-    14,000 files, which takes many seconds. Raises: ConfigError naming every task whose data is missing."""
+    14,000 files, which takes many seconds. own: folders with further task files. Raises: ConfigError naming every task
+    whose data is missing."""
     import datasets.config
     import huggingface_hub.constants
     import lm_eval.tasks
 
-    own = [] if include_path is None else [expand(include_path)]
-    require(all(folder.is_dir() for folder in own), f"include_path={include_path} is not a folder")
     root = Path(lm_eval.tasks.__file__).parent
     folders = filter(Path.is_dir, dict.fromkeys(root / name.partition("_")[0] for name in names))
     manager = lm_eval.tasks.TaskManager(include_path=[*folders, *own], include_defaults=False)
@@ -160,7 +159,7 @@ class EvaluateOptions:
     device: Device = "auto"
     dtype: Dtype = "float32"
     out: Annotated[
-        str | None, Writable(b'"results"'), Help("a JSON file for all results; reports read RUN/evaluation.json")
+        str | None, Writable(b'{\n "results": {'), Help("a JSON file for all results; reports read RUN/evaluation.json")
     ] = None
 
     @property
@@ -185,7 +184,10 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
     device = resolve_device(asked.device)
     dtype = resolve_dtype(asked.dtype, device)
     run = load_asked_run(asked.run, asked.checkpoint, device)
-    tasks, manager = load_tasks(asked.task_names, asked.include_path)
+    own = [] if asked.include_path is None else [expand(asked.include_path).absolute()]
+    require(all(folder.is_dir() for folder in own), f"include_path={asked.include_path} is not a folder")
+    with contextlib.chdir(own[0] if own else ROOT):  # it imports modules of the current folder that a metric names
+        tasks, manager = load_tasks(asked.task_names, own)
     tasks += [cloze(run)] if CLOZE in asked.task_names else []
     began = time.perf_counter()
     lm = NanoQK(run.model, run.tokenizer, asked.batch_size, dtype)

@@ -86,7 +86,8 @@ def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any])
     """Write the files and provenance.json; delete those of the report before that are no longer part of it. Raises:
     ConfigError where they would replace files of another origin."""
     finish_replacing(out)
-    other = [] if (out / "provenance.json").exists() else [name for name in files if os.path.lexists(out / name)]
+    ours = {"sha256", "drawn"} <= read_json(out / "provenance.json").keys()
+    other = [] if ours else [name for name in (*files, "provenance.json") if os.path.lexists(out / name)]
     require(not other, f"out={out} has {', '.join(other)}, which no report wrote: write another out=")
     before = files_of(out)
     replace_files(out, {**files, "provenance.json": readable_json(about)})

@@ -261,7 +261,8 @@ def opened(folder: Path) -> tuple[float, float]:
     """Of the runs that opened a board: the best rate of BASELINE, and σ of a loss over seeds."""
     rows = {row.name: row for row in track.opened(folder)}
     floor = track.noise_floor([*rows.values()])
-    assert floor is not None  # PLAIN opened it, too
+    if floor is None or BASELINE not in rows:
+        raise ConfigError(f"{folder}/final has no runs of {BASELINE}, or no two pairs with {PLAIN}")
     return best_rate(rows[BASELINE].means), floor[0]
 
 

@@ -372,6 +372,17 @@ def test_without_lm_eval_the_pip_command_is_said(
     assert error.count("\n") == 1 and "pip install -c constraints.txt -e '.[eval]'" in error
 
 
+def test_a_metric_is_no_module_of_the_current_folder(run: Path, tasks: Path, tmp_path: Path) -> None:
+    """lm_eval has no metric of that name, and asks `evaluate`, which imports NAME/NAME.py before it asks the Hub."""
+    (tmp_path / "mine").mkdir()
+    text = (tasks / "who_says.yaml").read_text().replace("metric: acc\n", "metric: strange\n")
+    (tmp_path / "mine" / "mine.yaml").write_text(text.replace("who_says\n", "mine\n"))
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "strange.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    main([f"run={run}", "tasks=mine", "include_path=mine", "device=cpu", "limit=1"])
+    assert not (tmp_path / "ran").exists()
+
+
 def test_what_tasks_lack_is_named(run: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More examples than there are documents, text that the vocabulary lacks, and a task that wants text."""
     text = (tasks / "who_says.yaml").read_text().replace("{{q}}", "{{q}} €").replace("who_says\n", "euro\n")

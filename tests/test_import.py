@@ -140,6 +140,10 @@ def test_no_pickle_of_a_stranger_runs(nanogpt: Path, tmp_path: Path, monkeypatch
                 made.writestr(part.filename, content if part.filename.endswith("/data.pkl") else parts.read(part))
         with pytest.raises(ConfigError, match="holds tuples within tuples without end"):
             read_origin("nano/bomb.pt")
+    with zipfile.ZipFile(nanogpt / "long.pt", "w") as made:
+        made.writestr("archive/data.pkl", b"\x80\x02" + b"N0" * 2**21 + b"N.")
+    with pytest.raises(ConfigError, match="archive/data.pkl has more than 4,194,304 bytes"):
+        read_origin("nano/long.pt")
     modulus = sys.hash_info.modulus
     (nanogpt / "meta.pkl").write_bytes(pickle.dumps({"itos": {modulus * i: "a" for i in range(9)}}))  # of one hash
     with pytest.raises(ConfigError, match="holds an integer too large for a token"):

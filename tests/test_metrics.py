@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Program
+from conftest import Program, run_python
 from matplotlib.image import imread
 
 from core.record import Lines, Metrics
@@ -66,7 +66,8 @@ def test_cut_keeps_the_bytes_of_lines_that_others_wrote_and_a_reader_sees_no_hal
 def test_a_file_of_nothing_but_line_feeds_is_given_up_at_once(metrics: Metrics) -> None:
     """55 MB of them took a report minutes. A crash damages one line, and a thousand are passed over."""
     good = b'{"iter": 1}\n'
-    for damage, kept in ((b"\n" * 1000, good), (b"{\n" * 2000, b""), (b"\n" * 20_000_000, b"")):
+    large = b'{"iter": 0, "x": [' + b"0," * 2**21 + b"0]}\n"
+    for damage, kept in ((b"\n" * 999 + large, good), (b"{\n" * 2000, b""), (b"\n" * 20_000_000, b"")):
         metrics.path.write_bytes(damage + good)
         began = time.monotonic()
         assert Metrics.read(metrics.path) == ([{"iter": 1}] if kept else [])
@@ -114,6 +115,19 @@ def test_a_curve_shows_both_losses_and_an_empty_run(tmp_path: Path) -> None:
     pixels = (imread(run / "curve.png")[:, :, :3] * 255).round()
     for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
         assert (pixels == colour).all(axis=2).sum() > 100
+
+
+def test_settings_of_pictures_in_the_current_folder_are_not_read(tmp_path: Path) -> None:
+    """matplotlib reads a matplotlibrc there, waits for ever where it is a pipe, and once ran what it held."""
+    os.mkfifo(tmp_path / "matplotlibrc")
+    code = """if True:
+        from pathlib import Path
+        from scripts.reporting.charts import wide_font
+        from training.tracking import draw_curve
+        Path("metrics.jsonl").touch()
+        assert draw_curve(Path("."))
+        wide_font()"""
+    run_python(code, cwd=tmp_path)
 
 
 def test_a_picture_fails_no_run(tiny_run: list[str], program: Program, tmp_path: Path) -> None:

@@ -140,6 +140,10 @@ def test_a_metric_without_a_number_is_left_out_and_an_iteration_that_is_none_is_
         (made.path / "metrics.jsonl").write_text(f'{{"iter": {step}, "val/loss": 1.0}}\n')
         with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read: iter=.* is no iteration"):
             read_curves(made.path, ["val/loss"])
+    for value in ("Infinity", "1e308", '"1"', "[]"):
+        (made.path / "metrics.jsonl").write_text(f'{{"iter": 1, "val/loss": {value}}}\n')
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read: val/loss=.* is no number"):
+            read_curves(made.path, ["val/loss"])
 
 
 def test_no_two_parts_share_a_figure(tmp_path: Path) -> None:

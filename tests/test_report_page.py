@@ -17,6 +17,7 @@ from conftest import ROOT, Program
 from helpers.refusals import check
 from helpers.reports import COMPARE, LOSSES, Made, falling, made, state
 
+from core.schema import ConfigError
 from scripts import report
 
 __all__ = ["made"]  # a fixture
@@ -68,6 +69,16 @@ def test_the_same_runs_give_the_same_bytes_without_torch(whole: Path, tmp_path: 
     assert [path.name for path in first.iterdir() if path.read_bytes() != (second / path.name).read_bytes()] == []
 
 
+@pytest.mark.parametrize("mine", ['{"creator": "me"}', "", None])
+def test_files_of_another_origin_are_not_replaced(mine: str | None, tmp_path: Path) -> None:
+    if mine is not None:
+        (tmp_path / "provenance.json").write_text(mine)
+    (tmp_path / "table.md").write_text("mine")
+    with pytest.raises(ConfigError, match="table.md.*, which no report wrote"):
+        report.write_files(tmp_path, {"table.md": b"x"}, {})
+    assert (tmp_path / "table.md").read_text() == "mine"
+
+
 def test_figures_that_are_gone_go_and_other_files_stay(tmp_path: Path) -> None:
     for names in (("loss_a.svg", "loss_b.svg"), ("loss_a.svg",)):
         report.write_files(tmp_path, dict.fromkeys(names, b"x"), {"sha256": {}, "drawn": [*names]})
@@ -101,6 +112,7 @@ FORGED = {  # file, what is in it -> what a stranger writes there, and the line'
     "an object": ("provenance.json", b'"fault.name": "none"', b'"x": {"a": 1}', "the setting x is an object"),
     "a fault": ("provenance.json", b'"fault.name": "none"', b'"fault.name": 7', "has fault.name=7"),
     "a far iteration": ("curves.csv.gz", b"", gzip.compress(FAR), "has the iteration 999"),
+    "no value": ("curves.csv.gz", b"", gzip.compress(FAR.replace(b"9" * 400 + b",1", b"0,inf")), "has the value inf"),
     "no loss": ("runs.csv", b"val/loss_min", b"val/loss_max", "done without val/loss_min"),
     "no rate": ("provenance.json", b'"optim.learning_rate": ', b'"optim.learning_rate": 0, "x": ', "learning_rate=0"),
     "a setting": ("provenance.json", b'"max_iters": ', b'"max_iters": [], "x": ', "has max_iters=[]"),

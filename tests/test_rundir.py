@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -287,6 +287,31 @@ def test_a_run_that_decays_to_its_end_is_told_how_to_train_on(path: Path) -> Non
     leave(long, "done", 1_234_567, max_iters=1_234_567, schedule=schedule)
     with pytest.raises(ConfigError, match="schedule.lr_decay_iters=1234567 to"):
         opened(long, max_iters=2_000_000, schedule=schedule)
+
+
+def test_a_run_that_is_moved_while_it_trains_writes_nothing_into_the_next_one(path: Path) -> None:
+    run = opened(path)
+    run.begin(to_yaml(TrainConfig(out_dir=str(path))))
+    path.rename(path.with_name("aside"))
+    writes: list[Callable[[], None]] = [
+        lambda: run.status("running"),
+        lambda: run.log("text"),
+        lambda: run.finish({}),
+        lambda: run.save(5, {}, {}, True, None),
+    ]
+    for of in ("nothing", "another run"):
+        for write in writes:
+            with pytest.raises(OSError, match="was moved while its run trained"):
+                write()
+        if of == "nothing":
+            assert not path.exists()
+            opened(path).claim("seed: 2")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    run.state = "running"
+    with pytest.raises(OSError, match="was moved"), run:
+        run.log("text")
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert read_status(path.with_name("aside"))["state"] == "running"
 
 
 def test_samples_are_cut_back_with_the_metrics(path: Path) -> None:

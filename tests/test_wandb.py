@@ -390,6 +390,32 @@ def test_recordings_that_a_link_leads_to_are_left_alone(tmp_path: Path) -> None:
     assert wandb_follower.recordings(tmp_path / "linked") == []
 
 
+@pytest.mark.parametrize("link", ["ckpt/best", "ckpt", "ckpt/step_000005/model.safetensors", "metrics.jsonl"])
+def test_no_link_out_of_a_run_is_uploaded(link: str, tmp_path: Path) -> None:
+    class Uploads:
+        id, names = "x", list[str]()
+
+        def log_artifact(self, artifact: Any, **_: Any) -> None:
+            self.names += artifact.manifest.entries
+
+    run_dir, secret = tmp_path / "run", tmp_path / "secret"
+    for folder in (run_dir / "ckpt" / "step_000005", secret / "best"):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text("x")
+    (run_dir / "ckpt" / "best").symlink_to("step_000005")
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    wandb_follower.log_artifacts(run := Uploads(), run_dir)
+    assert run.names == ["metrics.jsonl", "model.safetensors"]
+    run.names.clear()
+    (run_dir / link).rename(tmp_path / "before")
+    (run_dir / link).symlink_to(secret / "best" / "model.safetensors" if link.count(".") else secret)
+    if link == "ckpt/best":
+        (secret / "key").write_text("x")
+    with pytest.raises(OSError, match="is a link out of its folder"):
+        wandb_follower.log_artifacts(run, run_dir)
+    assert run.names == []
+
+
 @pytest.mark.parametrize("strange", [{"config": "/etc/passwd"}, {"tags": "ab"}, {"tags": [1]}, {"name": ["x"]}])
 def test_a_strangers_job_names_no_file_and_no_other_argument(strange: dict[str, Any]) -> None:
     good = {"id": "a", "project": "p", "config": {"x": 1}, "tags": ["t"]}

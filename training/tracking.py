@@ -1,5 +1,6 @@
 """What W&B is told of a run, and its loss curve."""
 
+import contextlib
 import re
 import secrets
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from core.files import read_json
+from core.files import ROOT, read_json
 from core.git import uncommitted
 from core.process import say
 from core.record import Metrics, is_number
@@ -31,7 +32,8 @@ def draw_curve(path: Path) -> bool:
 
 
 def draw(path: Path) -> None:
-    from matplotlib.figure import Figure
+    with contextlib.chdir(ROOT):  # it reads a matplotlibrc of the current folder
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")  # without pyplot: no display, no global state
     axes = figure.add_subplot()

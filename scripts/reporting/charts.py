@@ -1,5 +1,6 @@
 """The charts of a report in Vega-Lite: report.html draws them, and vl-convert saves the same ones as SVG."""
 
+import contextlib
 import json
 import math
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import vl_convert
 
+from core.files import ROOT
 from scripts.reporting.comparisons import Family
 from scripts.reporting.numbers import Estimate, mean_curve
 from scripts.reporting.runs import Curve, Replicate, replicate_name
@@ -185,7 +187,8 @@ def svg(figure: Figure) -> bytes:
 @cache
 def wide_font() -> str:
     """The font that pictures are laid out for: a reader's sans-serif is hardly wider. matplotlib has its file."""
-    import matplotlib
+    with contextlib.chdir(ROOT):  # it reads a matplotlibrc of the current folder
+        import matplotlib
 
     vl_convert.register_font_directory(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf"))
     return "DejaVu Sans"

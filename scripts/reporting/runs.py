@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from core.files import LINES_BYTES, file_sha256, is_intact, open_regular, parse_object, read_json
+from core.record import LINE_BYTES, is_number
 from core.rundir import KINDS, mistyped
 from core.schema import ConfigError, flatten, require, show
 from sweeps.definition import Definition, Part, check_sweep, part_and_name
@@ -194,7 +195,7 @@ def read_sweep(sweep_dir: Path, name: str) -> Sweep:
     plan, sweep = read_plan(sweep_dir), read_definition(sweep_dir, name)
     sweep.runs.extend(read_run(sweep_dir, run, sweep) for run in plan)
     for key, value in ((m.key, run.summary.get(m.column)) for m in sweep.metrics for run in sweep.runs):
-        require(value is None or isinstance(value, int | float), f"also.{key}: {show(value)} is not a number")
+        require(value is None or is_number(value), f"also.{key}: {show(value)} is not a number")
     return sweep
 
 
@@ -307,11 +308,14 @@ def read_curves(path: Path, keys: Sequence[str]) -> dict[str, Curve]:
     wanted = cache(lambda key: any(fnmatchcase(key, pattern) for pattern in keys))
     try:
         with open_regular(path / "metrics.jsonl", limit=LINES_BYTES) as file:
-            for values in map(parse_object, file):
+            for line in file:
+                require(len(line) <= LINE_BYTES, f"a line has more than {LINE_BYTES:,} bytes")
+                values = parse_object(line)
                 step = values["iter"]
                 require(type(step) is int and 0 <= step < 2**53, f"iter={show(step)} is no iteration")
                 for key, value in values.items():
                     if value is not None and wanted(key):
+                        require(is_number(value), f"{key}={show(value)} is no number")
                         curves.setdefault(key, {})[step] = 1.0 * value
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"metrics.jsonl cannot be read: {error}") from error

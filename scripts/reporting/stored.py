@@ -138,6 +138,7 @@ def read_curves(file: Path) -> dict[int, dict[str, Curve]]:
     require(next(lines, None) == CURVES, f"{file.name} does not begin with {','.join(CURVES)}")
     for run, metric, step, value in lines:
         require(len(step) < 16, f"{file.name} has the iteration {step[:20]}")
+        require(is_number(float(value)), f"{file.name} has the value {value[:20]}")
         found.setdefault(int(run), {}).setdefault(metric, {})[int(step)] = float(value)
     return found
 
