@@ -161,7 +161,7 @@ def load_asked_run(run: str, which: str, device: torch.device, key: str = "run")
 
 def load_run(path: Path, device: torch.device) -> LoadedRun:
     """What a checkpoint directory holds. Raises: CorruptCheckpoint."""
-    saved = checkpoint.load(path)
+    saved = checkpoint.load(path, only="model")
     with checkpoint.errors_as_corrupt(path):
         config = load_config(checked(saved.state, f"{path}/{checkpoint.STATE}")["config"])
         tokenizer = from_dict(saved.state["tokenizer"])

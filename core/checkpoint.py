@@ -222,13 +222,15 @@ def damage_as_corrupt(file: Path) -> Iterator[None]:
         raise CorruptCheckpoint(f"{file}: {error.strerror}") from error
 
 
-def load(path: Path) -> Checkpoint:
-    """The checkpoint in the directory `path`, every file of it verified. Raises: CorruptCheckpoint."""
+def load(path: Path, only: str | None = None) -> Checkpoint:
+    """The checkpoint in the directory `path`, every file of it verified. only: the group of tensors to read, as an
+    optimizer's may take twice the memory of the model's. Raises: CorruptCheckpoint."""
     path = path.resolve()
     step, files = verify(path)
     tensors: dict[str, dict[str, Tensor]] = {}
     for name in files:
-        if match := TENSOR_FILE.fullmatch(name):
+        match = TENSOR_FILE.fullmatch(name)
+        if match and only in (None, match[1]):
             try:  # clone: the file may be pruned while the tensors are in use
                 with errors_as_corrupt(path / name):
                     tensors[match[1]] = {key: tensor.clone() for key, tensor in mapped_tensors(path / name).items()}

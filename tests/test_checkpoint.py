@@ -65,7 +65,8 @@ def test_every_dtype_comes_back_bitwise(tmp_path: Path, dtype: torch.dtype) -> N
     matrix = noise.view(dtype).reshape(4, -1)
     saved = {"plain": matrix, "transposed": matrix.T, "strided": matrix[::2, 1::2], "scalar": matrix[1, 1].clone()}
     saved |= {"expanded": matrix[:1].expand(3, -1), "empty": matrix[:0].clone()}
-    back = load(save(tmp_path, 7, {"model": saved, "nothing": {}}, {}, best=False))
+    back = load(path := save(tmp_path, 7, {"model": saved, "nothing": {}}, {}, best=False))
+    assert load(path, only="nothing").tensors == {"nothing": {}}
     assert back.step == 7 and back.tensors["nothing"] == {} and back.tensors["model"].keys() == saved.keys()
     for name, tensor in saved.items():
         loaded = back.tensors["model"][name]

@@ -133,7 +133,7 @@ def fetch_folder(name: str, key: str) -> Path:
 
 
 def read_run(folder: Path) -> Origin:
-    saved = checkpoint.load(folder)
+    saved = checkpoint.load(folder, only="model")
     weights, tokenizer = saved.tensors["model"], from_dict(saved.state["tokenizer"])
     config = load_config(saved.state["config"]).gpt
     return Origin(config, lambda _: weights, tokenizer.vocab_size, tokenizer, state=saved.state, step=saved.step)
