@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from core.device import cpu_flags
-from core.files import cache_folder, write_atomic
+from core.files import FileLock, cache_folder, write_atomic
 from core.process import start_bound
 
 HERE = Path(__file__).parent
@@ -43,15 +43,18 @@ def load() -> bool:
         if sys.platform != "linux" or shutil.which(command[0]) is None:
             return False
         folder, name = private_folder(), f"kernels-{key(command)}.so"
-        if folder is not None and intact(folder / name):
-            torch.ops.load_library(folder / name)
-            return True
-        if sys.stderr is not None and sys.stderr.isatty():
-            print("compiling the CPU kernels, once for this machine: half a minute or more", file=sys.stderr)
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
-            signed, library = Path(scratch) / "signed.so", (folder or Path(scratch)) / name
-            # written, then renamed: two processes may compile at once
-            write_atomic(signed, with_digest(compile_library(command, Path(scratch)).read_bytes()))
+        with contextlib.ExitStack() as stack:
+            if folder is not None and not intact(folder / name):
+                with contextlib.suppress(OSError):  # a file system without locks: then several compile at once
+                    stack.enter_context(FileLock(folder / f"{name}.lock", timeout=SECONDS))
+            if folder is not None and intact(folder / name):
+                torch.ops.load_library(folder / name)
+                return True
+            if sys.stderr is not None and sys.stderr.isatty():
+                print("compiling the CPU kernels, once for this machine: half a minute or more", file=sys.stderr)
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder)))
+            signed, library = scratch / "signed.so", (folder or scratch) / name
+            write_atomic(signed, with_digest(compile_library(command, scratch).read_bytes()))
             os.replace(signed, library)
             torch.ops.load_library(library)
         if folder is not None:
