@@ -30,7 +30,7 @@ READABLE = (
     "what can be read: a run or one of its checkpoints, nanoGPT's ckpt.pt, a Hugging Face folder (config.json and "
     f"model.safetensors) of GPT-2 or of scripts/export_hf.py, and {', '.join(HUB)}"
 )
-PICKLE_BYTES = 2**22  # of data.pkl; of GPT-2 XL with an optimizer it has some 300 kB
+PICKLE_BYTES = 2**22  # of data.pkl; of GPT-2 XL with an optimizer it has 230 kB
 PADDING = 128  # an embedding may have fewer rows than that past its tokenizer: nanoGPT has 50304 for 50257
 GPT2_TOKENS = 50257
 EMBEDDINGS = ("transformer.wte.weight", "lm_head.weight")
