@@ -122,8 +122,10 @@ def whole_lines(file: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]
             line = {}
         if type(line.get("iter")) is int and 0 <= line["iter"] < 2**53 and raw.endswith(b"\n"):
             yield raw, line
-        elif (damaged := damaged + 1) > DAMAGED:
-            return
+        else:
+            damaged += 1
+            if damaged > DAMAGED:
+                return
 
 
 class Lines:

@@ -16,6 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -333,7 +334,7 @@ def json_rows(files: list[str], column: str) -> Iterator[dict[str, Any]]:
     for file in files:
         try:
             with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as opened:
-                lines = iter(lambda: opened.readline(WHOLE_BYTES), "")  # noqa: B023  # the rest of a longer one is no JSON
+                lines = iter(partial(opened.readline, WHOLE_BYTES), "")  # a part of a longer one is no JSON
                 head = next((line for line in lines if line.strip()), "[]")
                 if head.lstrip().startswith("["):
                     rows: Iterable[Any] = json.loads(head + opened.read(LINES_BYTES))
