@@ -23,6 +23,7 @@ from scipy import stats
 from scipy.optimize import brentq
 
 from core.cli import run_script
+from core.files import file_sha256, read_json, write_json
 from core.schema import ConfigError, flatten
 from scripts import track
 from scripts.reporting.runs import Run, Sweep, read_sweep
@@ -284,6 +285,24 @@ def test_a_dry_run_writes_nothing_beside_its_runs(tmp_path: Path, monkeypatch: p
     words = ["enter=soft.yaml", "dry_run=true", "sweep_dir=soft", f"sweep={sweep}", f"folder={folder}"]
     assert run_script(TrackOptions, make, "", words) == 0
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def test_a_board_whose_opening_has_no_pairs_takes_no_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, folder = tiny_track(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("soft.yaml").write_text("{name: soft, overrides: [logits=softcap]}")
+    runs, about = folder / "final" / "runs.csv", read_json(folder / "final" / "provenance.json")
+    head, *rows = runs.read_text().splitlines(keepends=True)
+    seed = head.split(",").index("seed")
+    runs.write_text(head + "".join(row for row in rows if row.split(",")[seed] == rows[0].split(",")[seed]))
+    about["sha256"]["runs.csv"] = file_sha256(runs)
+    write_json(folder / "final" / "provenance.json", about)
+    words = ["enter=soft.yaml", "dry_run=true", f"sweep={sweep}", f"folder={folder}"]
+    assert run_script(TrackOptions, make, "", words) == 2
+    said = capsys.readouterr().err
+    assert "no two pairs" in said and said.count("\n") == 1, said
 
 
 TIMES = '{"variants": {"none": 1}}'
