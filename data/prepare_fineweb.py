@@ -379,18 +379,35 @@ def kind_of(name: str) -> str:
 
 def visible_files(folder: Path) -> dict[str, Path]:
     """The files of a folder, without hidden ones, by their sorted names within it; {} for none. Raises: ConfigError
-    where a folder in it is a link."""
-    found = {file.relative_to(folder): file for file in folder.rglob("*")}
-    shown = {str(name): file for name, file in found.items() if not any(part.startswith(".") for part in name.parts)}
-    linked = next((name for name, file in shown.items() if file.is_dir() and file.is_symlink()), None)
-    require(linked is None, f"{folder} holds {linked}, a link to a folder, which is not read: move it away, or copy it")
-    return dict(sorted((name, file) for name, file in shown.items() if not file.is_dir()))
+    where a folder in it is a link, or cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}")
+
+    found: dict[str, Path] = {}
+    for place, folders, names in os.walk(folder, onerror=refuse) if folder.is_dir() else ():
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        linked = next((name for name in folders if Path(place, name).is_symlink()), None)
+        told = "a link to a folder, which is not read: move it away, or copy it"
+        require(linked is None, f"{folder} holds {Path(place, linked or '').relative_to(folder)}, {told}")
+        files = [Path(place, name) for name in names if not name.startswith(".")]
+        found |= {str(file.relative_to(folder)): file for file in files}
+    return dict(sorted(found.items()))
 
 
 def source_of(folder: Path) -> dict[str, Any]:
     """The names and sizes of a folder's files. A position in the stream refers to these files."""
     sizes = [(name, file.stat().st_size) for name, file in visible_files(folder).items()]
     return {"files": len(sizes), "names_and_sizes_sha256": hashlib.sha256(json.dumps(sizes).encode()).hexdigest()}
+
+
+def utf8(text: str) -> bytes:
+    """Raises: ConfigError for a text that holds half a character, as JSON can write it."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        half, near = ascii(text[error.start]), ascii(text[max(0, error.start - 20) : error.end + 20])
+        raise ConfigError(f"a document holds {half}, which is half a character, in {near}") from error
 
 
 def is_held_out(text: bytes, fraction: float) -> bool:
@@ -406,7 +423,7 @@ def open_or_learn_tokenizer(out: Path, config: PrepareFineWebConfig, documents: 
         return GPT2Tokenizer(fetch_gpt2("tokenizer"), has_separator=True)
     vocab_size, learnt_from, size = config.settings["vocab_size"], [], 0
     for text in (text for texts, _ in documents.batches(None) for text in texts):
-        raw = text.encode(errors="surrogatepass")
+        raw = utf8(text)
         if not is_held_out(raw, config.val_fraction):
             learnt_from.append(text)
             size += len(raw)
@@ -442,7 +459,7 @@ def encode(texts: list[str], tokenizer: Tokenizer, val_fraction: float) -> list[
     end = np.array([tokenizer.separator], dtype=token_dtype(tokenizer.vocab_size))
     documents = []
     for text in texts:
-        raw = text.encode(errors="surrogatepass")
+        raw = utf8(text)
         tokens = np.concatenate([tokenizer.encode(text), end])
         documents.append((tokens, len(raw), is_held_out(raw, val_fraction)))
     return documents

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from core.device import autocast
+from core.schema import ConfigError, require
 from model.gpt import GPT, Cache, LogitScale
 from model.linear import Linear
+
+NOT_FINITE = "the model's logits are not finite: no token can be drawn"
 
 
 def sample_token(
@@ -35,7 +38,10 @@ def sample_token(
         dropped = ordered.cumsum(-1) - ordered >= top_p  # the likelier tokens reach p without this one
         dropped[:, 0] = False  # a tiny top_p is 0 in fp32
         probs = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(dropped, 0.0))
-    return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+    try:
+        return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+    except RuntimeError as error:  # raised on a CPU alone
+        raise ConfigError(NOT_FINITE) from error
 
 
 def prefill(model: GPT, idx: Tensor, caches: list[Cache]) -> Tensor:
@@ -63,6 +69,7 @@ def generate(
 
     A full cache is filled again with the last half of its tokens, so that past block_size a token is predicted from
     block_size / 2 to block_size tokens. Matmuls and the cache have `dtype`, but keys and values on a CPU at least fp32.
+    Raises: ConfigError where logits are not finite.
     """
     generator = torch.Generator(idx.device).manual_seed(seed)
     max_len = min(model.block_size, idx.size(1) + max_new_tokens)
@@ -79,6 +86,7 @@ def generate(
         with decoding(swaps, dtype, idx.device):
             if i == 0 or full:
                 logits = prefill(model, window, caches)
+                require(bool(logits.isfinite().all()), NOT_FINITE)
             else:
                 logits = decode_one_token(model, window[:, -1], caches, window.size(1) - 1)
         token = sample_token(logits, temperature, top_k, top_p, generator)

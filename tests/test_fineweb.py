@@ -1,5 +1,6 @@
 """FineWeb's way: parquet files, through `datasets`' own streaming, into shards on disk, into batches and a run."""
 
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -412,6 +413,31 @@ def test_a_folder_of_texts_that_has_changed_is_refused(tmp_path: Path) -> None:
     assert prepare(config) == 0  # the shards need it no longer
 
 
+@pytest.mark.parametrize("name", ["sub", "sub/deeper"])
+def test_a_folder_in_it_that_cannot_be_read_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("in", "in/sub", "in/sub/deeper", "in/.git"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(f"{folder} " * 300)
+    listed, closed = os.scandir, [tmp_path / "in" / name, tmp_path / "in/.git"]
+
+    def scandir(path: Any) -> Any:  # chmod keeps root out of nothing
+        if Path(path) in closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    config = PrepareFineWebConfig(
+        dataset=str(tmp_path / "in"), tokenizer="bpe", vocab_size=260, out=str(tmp_path / "out")
+    )
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ConfigError, match=f"in/{name} cannot be read: Permission denied$"):
+        prepare(config)
+    assert not (tmp_path / "out").exists()
+    closed.pop(0)  # hidden files are not read
+    assert prepare(config) == 0
+
+
 def test_files_of_rows_that_a_split_leaves_out_are_counted(
     parquet: Parquet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -454,6 +480,7 @@ def test_texts_that_could_be_dates_or_numbers_stay_texts(tmp_path: Path) -> None
         ("b.jsonl", b'{"body": "a"}', "^column=text must be one of body, as in .*b.jsonl"),
         ("b.jsonl", b'{"text": "\xff"}', "b.jsonl cannot be read: .*0xff"),
         ("b.jsonl", b'{"text": ', "b.jsonl cannot be read: "),
+        ("b.jsonl", b'{"text": "cut in \\ud83d two"}', r"a document holds '\\ud83d', .* in 'cut in \\ud83d two'"),
         ("b.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0)[:-9], "b.jsonl.gz cannot be read: "),
         ("b.jsonl.gz", gzip.compress(b'{"text": "' + b" " * 2**26 + b'"}', mtime=0), "b.jsonl.gz cannot be read: "),
     ],

@@ -218,3 +218,13 @@ def test_standard_input_that_cannot_be_read_is_refused(monkeypatch: pytest.Monke
         monkeypatch.setattr(sys, "stdin", stdin)
         with pytest.raises(ConfigError, match="start=-"):
             read_prompt("-")
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_end_in_one_line(temperature: int, tmp_path: Path, sampled: Sampled) -> None:
+    model = random_model(config_of("mha", "none"))
+    for p in model.parameters():
+        p.data *= 1e38
+    save_run(model, CHARS, tmp_path / "run")
+    said = sampled("run=run", "num_samples=1", "max_new_tokens=5", f"temperature={temperature}", status=2)
+    assert said == "error: the model's logits are not finite: no token can be drawn\n"
