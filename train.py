@@ -178,6 +178,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
     if shows_media(session.config):
         text = sample_within_budget(session, step)
         if text:
+            run.dir.require_place()
             run.dir.record.write_sample({"iter": step, "text": text})
     return line
 

@@ -52,10 +52,8 @@ class StopSignal:
         self.restore_handlers()
 
     def explains(self, error: Exception) -> bool:
-        """Whether a signal came before an error that may follow from it: it ended a compiler or another rank, too. A
-        bad setting, a full disk and a lack of memory have nothing to do with it."""
-        wrong = isinstance(error, ConfigError | OSError) and not isinstance(error, ConnectionError)
-        return self.signal > 0 and not wrong and not is_out_of_memory(error)
+        """Whether a signal came before an error that may follow from it."""
+        return self.signal > 0 and may_follow_signal(error)
 
     def __exit__(self, *_: object) -> None:
         self.restore_handlers()
@@ -63,6 +61,13 @@ class StopSignal:
     def restore_handlers(self) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+
+def may_follow_signal(error: Exception) -> bool:
+    """Whether a stop signal may be the reason of an error: it ended a compiler or another rank, too. A bad setting, a
+    full disk and a lack of memory have nothing to do with it."""
+    wrong = isinstance(error, ConfigError | OSError) and not isinstance(error, ConnectionError)
+    return not wrong and not is_out_of_memory(error)
 
 
 def guarded(run: Callable[[], int]) -> int:

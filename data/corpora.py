@@ -9,6 +9,7 @@ import math
 import os
 import queue
 import re
+import shlex
 import sysconfig
 import tempfile
 import threading
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from core.files import ANYWHERE, WHOLE_BYTES, FileLock, cache_folder, expand, read_regular, write_atomic
+from core.files import ANYWHERE, WHOLE_BYTES, FileLock, cache_folder, expand, program, read_regular, write_atomic
 from core.schema import ConfigError, one_line, require
 from data import options
 
@@ -64,7 +65,7 @@ def load_python_source(config: options.PythonSourceOptions) -> str:
 
 
 def load_text_file(config: options.TextFileOptions) -> str:
-    shards = f"python data/prepare_fineweb.py dataset={config.path} makes shards of its texts"
+    shards = f"{program('data/prepare_fineweb.py')} {shlex.quote(f'dataset={config.path}')} makes shards of its texts"
     require(not expand(config.path).is_dir(), f"data.path={config.path} is a directory, it must be a file; {shards}")
     text = read_text(config.path, f"data.path={config.path}", math.inf)
     require(text != "", f"data.path={config.path} is empty")

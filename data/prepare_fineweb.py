@@ -290,7 +290,7 @@ class Documents:
         lines = "holds texts, which would be read line by line: download them, and give their folder"
         require(self.rows.info.builder_name != "text", f"dataset={config.dataset} {lines}")
         if self.rows.num_shards < len([*files]):  # files are parts of a split by their names, or of none
-            print(f"note: split={config.split} is {self.rows.num_shards} of the {len([*files])} files in {folder}")
+            say(f"note: split={config.split} is {self.rows.num_shards} of the {len([*files])} files in {folder}")
         if first is None:
             raise ConfigError(f"dataset={config.dataset} is empty")
         require(config.column in first, f"column={config.column} must be one of {', '.join(first)}")

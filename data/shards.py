@@ -25,6 +25,7 @@ from core.files import (
     file_sha256,
     is_intact,
     parse_object,
+    program,
     read_json,
     sealed,
     write_json,
@@ -135,7 +136,7 @@ def find_shards(config: FineWebOptions) -> Path:
     names = " nor ".join(str(folder / INDEX) for folder in folders)
     own = config.path is not None and folders[0].is_dir() and any(folders[0].iterdir())
     words = [f"dataset={folders[0]}", "out=my_shards"] if own else [f"out={folders[0]}", "max_tokens=1000000000"]
-    command = shlex.join(["python", "data/prepare_fineweb.py", *words])
+    command = f"{program('data/prepare_fineweb.py')} {shlex.join(words)}"
     raise ConfigError(f"{where} has no {names}: {command} makes {'one of its files' if own else 'it'}")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from core.files import open_regular
 from core.plugins import in_environment, load_stored
-from core.process import end_with_parent, guarded, say
+from core.process import end_with_parent, guarded, may_follow_signal, say
 from core.rundir import at_end, is_open
 from core.schema import ConfigError, build, one_line
 from sweeps.claims import Launch, claimed, write_claim
@@ -28,6 +28,7 @@ from sweeps.ranks import input_ends, train_on_ranks
 from training.config import TrainConfig
 
 WORKER = str(Path(__file__).resolve())
+STOPPED = 128 + signal.SIGTERM
 RESTART = 4  # exit status of a worker that asks for a new process in its place
 
 
@@ -38,7 +39,7 @@ def work(sweep_dir: Path, launch_name: str, received: Collection[int] = ()) -> i
     launch = Launch.read(sweep_dir, launch_name)
     runs = {run.id: run for run in read_plan(sweep_dir)}
     for run_id in launch.runs:
-        status = 128 + signal.SIGTERM if received else take(runs[run_id], launch, received)
+        status = STOPPED if received else take(runs[run_id], launch, received)
         if status > 128:
             return status
         if status == 1:
@@ -75,21 +76,22 @@ def attempt(run: PlannedRun, launch: Launch, claim: dict[str, Any], received: Co
                 import train
 
                 status = train.run(config)
+            if status == 1 and received:  # ranks that had no handler yet
+                claim["error"], status = None, STOPPED
         except ConfigError as error:  # every further try would be refused too
             say(f"error: {error}")
             claim["error"], status = str(error), 1
             claim["tries"][launch.name] = launch.tries
-        except SystemExit as stopped:  # by SIGTERM, outside the training loop
-            status = stopped.code if isinstance(stopped.code, int) and stopped.code > 128 else 1
-            claim["error"] = one_line(stopped) if status == 1 else None
+        except SystemExit as stopped:  # by SIGTERM, outside the training loop; by a plugin
+            status = STOPPED if received else 1
+            claim["error"] = None if received else one_line(stopped)
         except Exception as error:
-            if received:
+            if received and may_follow_signal(error):
                 say(f"stopped amid {one_line(error)}")
+                status = STOPPED
             else:
                 traceback.print_exc()
-            claim["error"], status = one_line(error, 500), 1
-    if status == 1 and received:  # ranks that had no handler yet, or what fails because the signal ended it, too
-        claim["error"], status = None, 128 + signal.SIGTERM
+                claim["error"], status = one_line(error, 500), 1
     if status > 128:
         claim["tries"][launch.name] = before  # a stop is not a failed try
     write_claim(sweep_dir, run.id, claim)

@@ -179,6 +179,7 @@ TRAIN: dict[str, list[str]] = {
         "data.path=folder is a directory, it must be a file",
         "prepare_fineweb.py dataset=folder makes",
     ],
+    "data=text data.path=folder(1)": [f"python {ROOT}/data/prepare_fineweb.py 'dataset=folder(1)' makes"],
     "data=text data.path=loop.txt": ["data.path=loop.txt cannot be read: Too many levels of symbolic links\n"],
     "data=text data.path='~nobody_of_this_name/a.txt'": ["data.path=~nobody_of_this_name/a.txt does not exist\n"],
     "fault=loss_over_accumulation": ["fault=loss_over_accumulation needs gradient_accumulation_steps > 1"],
@@ -215,6 +216,7 @@ TRAIN: dict[str, list[str]] = {
         "prepare_fineweb.py out=nowhere max_tokens=1000000000 makes it",
     ],
     "data=fineweb data.path=folder": ["prepare_fineweb.py dataset=folder out=my_shards makes one of its files"],
+    "data=fineweb data.path=folder(1)": [f"{ROOT}/data/prepare_fineweb.py 'dataset=folder(1)' out=my_shards makes"],
     "data=fineweb data.path=null": ["data=fineweb has no", "prepare_fineweb.py"],
     "data=fineweb data.path=shards_begun": ["not complete in shards_begun", "prepare_fineweb.py"],
     "data=fineweb data.path=shards_short": ["train_000000.bin is", "bytes"],
@@ -470,6 +472,7 @@ def templates(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "latin.bin").write_bytes(b"\xff\xfe")
     texts = {"two_kinds/a.txt": b"", "two_kinds/b.jsonl": b"", "other_kind/a.txt": b"", "other_kind/b.pdf": b""}
     texts |= {"not_utf8/a.md": b"\xff", "torn/a.txt.gz": b"\x1f\x8b\x08", "lost/b.txt": b""}
+    texts |= {"folder(1)/a.txt": b"a"}
     for file, content in texts.items():
         (place / file).parent.mkdir(exist_ok=True)
         (place / file).write_bytes(content)

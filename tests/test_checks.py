@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import Trained
 from helpers.runs import QK_CLIP, assert_same_run, configured, lines, saved_json
-from torch import Tensor
+from torch import Tensor, nn
 from variants import config_of, looking_ahead
 
 import model.gpt
@@ -295,6 +295,52 @@ def test_after_an_update_that_is_not_finite_weights_stay_and_its_origin_is_named
     assert not all(map(torch.equal, weights[3], weights[4]))
     log = (tmp_path / "run" / "train.log").read_text()
     assert "first value that is not finite: the attention of transformer.h.1.attn, head 2\n" in log
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["the weight transformer.h.0.mlp.c_proj.weight", "the output of transformer.h.1.mlp.c_fc", "the loss",
+     "the gradient of transformer.h.1.mlp.c_fc.weight"],
+)  # fmt: skip
+def test_the_first_value_that_is_not_finite_is_named(
+    first: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = setup(configured(corpus, tmp_path / "run"))
+    assert checks.first_not_finite(session, 0) == "nothing: the repeated update is finite"
+    parameters = dict(session.model.named_parameters())
+    name = first.rpartition(" ")[2]
+    if first.startswith("the weight"):
+        parameters[name].data[0, 0] = math.inf
+    elif first.startswith("the output"):
+        session.model.get_submodule(name).register_forward_hook(lambda module, x, y: y / 0)
+    elif first.startswith("the gradient"):
+        parameters[name].register_hook(lambda grad: grad / 0)
+    else:
+        accumulate = checks.accumulate_gradients
+        monkeypatch.setattr(checks, "accumulate_gradients", lambda *of: infinite(of[0], accumulate(*of)))
+    assert checks.first_not_finite(session, 0) == first
+
+
+def infinite(model: nn.Module, loss: Tensor) -> Tensor:
+    """A loss that overflows, with its gradients."""
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.inf)
+    return loss * math.inf
+
+
+def test_a_sample_of_a_run_that_was_moved_is_written_nowhere(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def move(*_: Any) -> str:
+        (tmp_path / "run").rename(tmp_path / "aside")
+        (tmp_path / "run").mkdir()
+        return "text"
+
+    monkeypatch.setattr(train, "sample_within_budget", move)
+    monkeypatch.setattr(train, "shows_media", lambda config: True)
+    with pytest.raises(OSError, match="was moved while its run trained"):
+        trained()
+    assert not [*(tmp_path / "run").iterdir()]
 
 
 def test_a_divergence_stays_one_where_its_update_cannot_be_repeated(

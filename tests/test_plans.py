@@ -1,5 +1,6 @@
 """Sweeps: what a plan is, what is planned once, and what is refused."""
 
+import errno
 import io
 import json
 import math
@@ -485,9 +486,17 @@ def test_a_slurm_task_that_got_a_signal_begins_no_other_run_and_takes_back_the_t
         return 1  # as of ranks that had no handler yet
 
     monkeypatch.setattr(train, "run", killed)
-    errors = [RuntimeError("a compiler died")]  # by the same signal
+    errors: list[Exception] = [RuntimeError("a compiler died")]  # by the same signal
     for _ in range(2):
         received: set[int] = set()
         assert worker.work(folder, "one", received) == 128 + signal.SIGTERM
         assert read_claim(folder, run.id) == {"tries": {"one": 0}, "limit": 1, "error": None}
     assert capsys.readouterr().out == "stopped amid RuntimeError: a compiler died\n"
+    for error in (OSError(errno.ENOSPC, "No space left"), MemoryError("too large"), ConfigError("a setting")):
+        errors.append(error)
+        Launch(folder, "two", [run.id], tries=1).write()
+        (folder / "claims" / run.id).unlink()
+        received = set()
+        assert worker.work(folder, "two", received) == worker.RESTART and received
+        claim = read_claim(folder, run.id)
+        assert claim["tries"] == {"two": 1} and claim["error"]
