@@ -48,7 +48,7 @@ test: lint
 FAULTS_kills := tests/test_faults.py tests/test_ddp.py tests/test_wandb.py -k kill
 FAULTS_damage := tests/test_damage.py
 FAULTS_input := tests/test_fuzz.py tests/test_bad_input.py tests/test_sample.py tests/test_plans.py \
-	-k "bad or words or overrides or yaml or environment or prompt or sweep_file"
+	-k "(bad or words or overrides or yaml or environment or prompt or sweep_file) and not composes"
 FAULTS_disk := tests/test_disk.py tests/test_checkpoint.py
 FAULTS_hostile := tests/test_hostile.py tests/test_checkpoint.py
 FAULTS_sweep := tests/test_sweeps.py -k kills

@@ -125,12 +125,12 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
             last = step == config.max_iters
-            ends = last or stop.agreed
             # the checkpoint knows whether one was due at its step: eval_interval may have changed since
             due = step % config.eval_interval == 0 or (step == run.start and run.evaluation_due)
-            evaluates = last or (due and not ends)  # a stop saves at once: what is due is evaluated after a resume
+            if last or (due and not stop.agreed):  # a stop saves at once: what is due is evaluated after a resume
+                line |= evaluate(run, step, None if last else stop)
+            evaluates, ends = "val/loss" in line, last or stop.agreed
             if evaluates:
-                line |= evaluate(run, step)
                 lowest.update(step, line["val/loss"], extra=not due)  # extra: a longer run would not make it
             if lowest.step == step or ends or (step % config.checkpoint_interval == 0 and step > run.start):
                 run.save(line, due)
@@ -162,11 +162,13 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
     return line
 
 
-def evaluate(run: Run, step: int) -> dict[str, Any]:
-    """The validation losses, the diagnostics and the spike score after `step` updates. Values of a layer go to
-    diagnostics.jsonl alone, a sample of text to samples.jsonl. Raises: Diverged."""
+def evaluate(run: Run, step: int, stop: dist.AgreedStop | None) -> dict[str, Any]:
+    """The validation losses, the diagnostics and the spike score after `step` updates; {} where `stop` came amid them.
+    Values of a layer go to diagnostics.jsonl alone, a sample of text to samples.jsonl. Raises: Diverged."""
     session = run.session
-    losses: dict[str, Any] = validation_loss(session) | sampled_losses(session)
+    losses: dict[str, Any] = validation_loss(session, stop) | sampled_losses(session, stop)
+    if stop and stop.agreed:
+        return {}
     run.dir.log(line_in_words({"iter": step, **losses}))
     values = diagnose(session.model, diagnosed_batch(session))
     run.dir.record.write_diagnostics({"iter": step, **values})
@@ -178,8 +180,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
     if shows_media(session.config):
         text = sample_within_budget(session, step)
         if text:
-            run.dir.require_place()
-            run.dir.record.write_sample({"iter": step, "text": text})
+            run.dir.write_sample({"iter": step, "text": text})
     return line
 
 

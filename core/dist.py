@@ -71,6 +71,11 @@ class AgreedStop:
         self.received, self.agreed = received, False
         self._sent: deque[tuple[Tensor, Any]] = deque()
 
+    def at_once(self) -> bool:
+        """Whether this process stops, between two updates too: one without other ranks has none to agree with."""
+        self.agreed |= self.received.signal > 0 and not dist.is_initialized()
+        return self.agreed
+
     def agree(self) -> None:
         wants = self.received.signal > 0
         if not dist.is_initialized():

@@ -13,10 +13,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from types import FrameType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, TypeVar
 
 from core.schema import ConfigError, one_line
+
+T = TypeVar("T")
 
 EXIT_DIVERGED = 3  # of train.py; its other exit statuses: 0 done, 1 failed, 2 bad setting, 128 + n stopped by signal n
 
@@ -261,6 +264,21 @@ def torchrun_ends() -> None:
     parent = int(os.environ.get(TORCHRUN) or os.getppid())
     while os.getppid() == parent:
         time.sleep(0.5)
+
+
+def in_thread(work: Callable[[], T], seconds: float | None = None) -> T:
+    """work(), in a thread: signals are heeded meanwhile. Raises: TimeoutError after `seconds`; the thread is abandoned,
+    as it is by a signal that raises."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result.result(seconds)
 
 
 def is_out_of_memory(error: Exception) -> bool:

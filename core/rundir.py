@@ -115,6 +115,11 @@ class RunDir:
         with files.open_regular(self.path / "train.log", "ab") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
+    def write_sample(self, line: dict[str, Any]) -> None:
+        """Append {"iter": …, "text": …} to samples.jsonl."""
+        self.require_place()
+        self.record.write_sample(line)
+
     def save(
         self, step: int, tensors: dict[str, Any], state: dict[str, Any], best: bool, keep_step: int | None
     ) -> None:
@@ -185,8 +190,8 @@ class ReadOnlyRunDir(RunDir):
     def _skip(*_: Any, **__: Any) -> None:
         """Rank 0 does it."""
 
-    begin = status = log = save = restore_best = finish = _skip
-    record: Any = SimpleNamespace(write=_skip, write_diagnostics=_skip, write_sample=_skip, curve=lambda key: {})
+    begin = status = log = write_sample = save = restore_best = finish = _skip
+    record: Any = SimpleNamespace(write=_skip, write_diagnostics=_skip, curve=lambda key: {})
 
 
 # -----------------------------------------------------------------------------

@@ -7,18 +7,17 @@ import contextlib
 import hashlib
 import math
 import os
-import queue
 import re
 import shlex
 import sysconfig
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from core.files import ANYWHERE, WHOLE_BYTES, FileLock, cache_folder, expand, program, read_regular, write_atomic
+from core.process import in_thread
 from core.schema import ConfigError, one_line, require
 from data import options
 
@@ -177,22 +176,15 @@ def probe_hub(repo: str = HUB_REPO, revision: str | None = HUB_REVISION, kind: s
 
 
 def probe(ask: Callable[[], object]) -> str | None:
-    """Why the request `ask()` fails or takes longer than PROBE_SECONDS; None if it succeeds. Its thread is abandoned
-    after that time, since name resolution can outlast every timeout."""
-    answer: queue.Queue[str | None] = queue.Queue()
-
-    def run() -> None:
-        try:
-            ask()
-            answer.put(None)
-        except Exception as error:
-            answer.put(one_line(error))
-
-    threading.Thread(target=run, daemon=True).start()
+    """Why the request `ask()` fails, or takes longer than PROBE_SECONDS; None if it succeeds. Name resolution can take
+    longer than every timeout."""
     try:
-        return answer.get(timeout=PROBE_SECONDS)
-    except queue.Empty:
+        in_thread(ask, PROBE_SECONDS)
+    except TimeoutError:
         return f"no answer in {PROBE_SECONDS:g} s"
+    except Exception as error:
+        return one_line(error)
+    return None
 
 
 # -----------------------------------------------------------------------------

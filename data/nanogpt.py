@@ -83,10 +83,12 @@ def read_meta(file: Path, name: str) -> CharTokenizer:
         itos = PlainUnpickler(io.BytesIO(content)).load()["itos"]
         chars = [itos[i] for i in range(len(itos))]
         good = all(isinstance(char, str) and len(char) == 1 for char in chars) and len({*chars}) == len(chars) > 0
+        tokenizer = CharTokenizer("".join(chars)) if good else None  # a lone surrogate is no character
     except Exception as error:  # whatever pickle meets in a file of another kind
         raise ConfigError(f"{name} is not nanoGPT's meta.pkl: {one_line(error)[:150]}") from error
-    require(good, f"{name} must have itos, a character for each of 0 .. n - 1")
-    return CharTokenizer("".join(chars))
+    if tokenizer is None:
+        raise ConfigError(f"{name} must have itos, a character for each of 0 .. n - 1")
+    return tokenizer
 
 
 def open_bins(config: BinOptions, known: Tokenizer | None) -> tuple[str, Tokenizer, list[np.ndarray]]:

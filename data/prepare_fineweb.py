@@ -97,8 +97,9 @@ def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
     changes = differences({key: begun.get(key) for key in config.settings}, config.settings)
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
     if said:
-        folder = expand(config.dataset)
+        folder, made = expand(config.dataset), (out / INDEX).stat().st_mtime_ns
         same = not folder.is_dir() or {**index["source"], **source_of(folder)} == index["source"]
+        same = same and all(file.stat().st_mtime_ns <= made for file in visible_files(folder).values())
         require(same, f"dataset={config.dataset} {CHANGED.format(out)}")
         clean_up(out)
         say(f"{out} is complete: {said}")
@@ -115,6 +116,7 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Source", t
     writers = {split: ShardWriter(out, split, dtype, config.shard_tokens, state[split]) for split in SPLITS}
     with contextlib.closing(tokenised(documents, state["stream"], tokenizer, config)) as batches:
         write_documents(out, config.max_tokens, state, writers, batches)
+    load_progress(out, config, documents)  # refuses files that have changed meanwhile
     index: dict[str, Any] = {
         "format": FORMAT, "settings": config.settings, "source": documents.source, "dtype": dtype.name,
         "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": sha256,

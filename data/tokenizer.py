@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from core.process import available_cpus
+from core.process import available_cpus, in_thread
 from core.schema import ConfigError, one_line, require
 from data.corpora import PROBE_SECONDS, probe
 
@@ -209,7 +209,8 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
     )
     alphabet = [PRINTABLE[byte[0]] for byte in BYTES]
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-    learner.train_from_iterator((part for text in texts for part in parts(text)), trainer)
+    all_parts = (part for text in texts for part in parts(text))
+    in_thread(lambda: learner.train_from_iterator(all_parts, trainer))  # minutes without a look at signals
     ids = learner.get_vocab()
     tokens = [printable_to_bytes(token) for token in sorted(ids, key=lambda token: ids[token])]
     assert tokens[:256] == BYTES

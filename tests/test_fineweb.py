@@ -392,7 +392,7 @@ def test_a_folder_of_texts_is_a_document_a_file(tmp_path: Path, capsys: pytest.C
     assert files(tmp_path / "resumed") == files(tmp_path / "out")
 
 
-def test_a_folder_of_texts_that_has_changed_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_texts_that_has_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in").mkdir()
     for i in range(140):
         (tmp_path / "in" / f"{i:03d}.txt").write_text(f"Story {i}\nis of {i % 7} lines\n" * (i % 5))
@@ -402,8 +402,19 @@ def test_a_folder_of_texts_that_has_changed_is_refused(tmp_path: Path) -> None:
     interrupted(begun)
     first = tmp_path / "in" / "001.txt"
     first.write_text(first.read_text().swapcase())  # of the same size
-    with pytest.raises(ConfigError, match="is not what .*begun was begun on: its files have changed"):
-        prepare(begun)
+    for changed in (begun, config):
+        with pytest.raises(ConfigError, match=f"is not what {changed.out} was begun on: its files have changed"):
+            prepare(changed)
+
+    def edited(*given: Any) -> None:
+        write_documents(*given)
+        first.write_text(first.read_text().swapcase())
+
+    write_documents, amid = prepare_fineweb.write_documents, tmp_path / "amid"
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="its files have changed"):
+        patch.setattr(prepare_fineweb, "write_documents", edited)
+        prepare(replace(config, out=str(amid)))
+    assert not (amid / "index.json").exists()
     (tmp_path / "in" / "more.txt").write_text("more")
     with pytest.raises(ConfigError, match="is not what .*out was begun on: its files have changed"):
         prepare(config)

@@ -130,7 +130,11 @@ def test_no_pickle_of_a_stranger_runs(nanogpt: Path, tmp_path: Path, monkeypatch
     twice = b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(60))  # t = (t, t)
     bomb, deep = (b"\x80\x02})" + of + b"K\x01s." for of in (b"q\x00" + twice, b"\x85" * 300_000))  # as a dict's key
     sparse = b"\x80\x02}r\x00\x00\x00\x08."
-    for content, says in ((bomb, "holds EMPTY_TUPLE"), (sparse, "numbers an object 134217728, in 9 bytes")):
+    half = pickle.dumps({"itos": {0: "a", 1: "\ud83d"}})
+    for content, says in (
+        (bomb, "holds EMPTY_TUPLE"), (sparse, "numbers an object 134217728, in 9 bytes"),
+        (half, "is not nanoGPT's meta.pkl: .*surrogates not allowed"),
+    ):  # fmt: skip
         (nanogpt / "meta.pkl").write_bytes(content)
         with pytest.raises(ConfigError, match=says):
             read_origin("nano/ckpt.pt", "nano/meta.pkl")

@@ -29,7 +29,7 @@ from core.rundir import RunDir
 from core.schema import ConfigError
 from model.gpt import GPT
 from sample import load_asked_run
-from training import session
+from training import evaluate, session
 from training.meter import Diverged
 from training.run import Run
 
@@ -382,9 +382,9 @@ def test_a_stopped_run_evaluates_as_it_resumes(corpus: Path, tmp_path: Path, mon
     assert train.run(configured(corpus, tmp_path / "straight", max_iters=6, eval_interval=2)) == 0
     whole, evaluated = train.evaluate, []
 
-    def noted(run: train.Run, step: int) -> dict[str, Any]:
+    def noted(run: train.Run, step: int, stop: Any) -> dict[str, Any]:
         evaluated.append(step)
-        return whole(run, step)
+        return whole(run, step, stop)
 
     def interrupted(*args: Any) -> Any:
         if len(evaluated) == 2 and args[0] == 3:
@@ -399,6 +399,28 @@ def test_a_stopped_run_evaluates_as_it_resumes(corpus: Path, tmp_path: Path, mon
     assert evaluated == [0, 2] and checkpoint.load(run / "ckpt" / "latest").step == 4
     assert train.run(configured(corpus, run, max_iters=6, eval_interval=2)) == 0
     assert evaluated == [0, 2, 4, 6]
+    assert_same_run(tmp_path / "straight", run)
+
+
+@pytest.mark.parametrize("call", [4, 6])  # of its three, amid the second evaluation
+def test_a_signal_amid_an_evaluation_saves_at_once_and_leaves_nothing_of_it(
+    call: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train.run(configured(corpus, tmp_path / "straight", eval_iters=2)) == 0
+    until, calls = evaluate.until, list[Any]()
+
+    def signalled(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        return until(*given)
+
+    monkeypatch.setattr(evaluate, "until", signalled)
+    run = tmp_path / "run"
+    assert train.run(configured(corpus, run, eval_iters=2)) == 143
+    assert checkpoint.load(run / "ckpt" / "latest").step == saved_json(run, "status")["iter"] == 2
+    assert [line["iter"] for line in lines(run) if "val/loss" in line] == [0]
+    assert train.run(configured(corpus, run, eval_iters=2)) == 0
     assert_same_run(tmp_path / "straight", run)
 
 
@@ -423,8 +445,8 @@ def test_a_signal_in_the_last_evaluation_stops_what_comes_after(
 ) -> None:
     whole = train.evaluate
 
-    def interrupted(run: train.Run, step: int) -> dict[str, Any]:
-        line = whole(run, step)
+    def interrupted(run: train.Run, step: int, stop: Any) -> dict[str, Any]:
+        line = whole(run, step, stop)
         if step == run.session.config.max_iters:
             signal.raise_signal(signal.SIGINT)
             if diverges:

@@ -2,9 +2,11 @@ import functools
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,17 @@ def test_an_unknown_character_is_named(text: str, named: str) -> None:
     says = "is not among the 3 of the model's text; a model with .* any text"
     with pytest.raises(ConfigError, match=f"^the character {re.escape(named)} {says}$"):
         build_tokenizer("char", "cab").encode(text)
+
+
+def test_ctrl_c_is_heeded_while_merges_are_learnt() -> None:
+    words = np.random.default_rng(0).integers(97, 123, (300_000, 7), dtype=np.uint8)
+    words[:, 0] = 32
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        learn_bpe([words.tobytes().decode()], 20_000)
+    signal.signal(signal.SIGALRM, before)
+    assert any(thread.daemon and "run" in thread.name for thread in threading.enumerate())  # it learns on
 
 
 def test_a_saved_vocabulary_of_lone_surrogates_is_refused() -> None:

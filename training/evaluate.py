@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -45,11 +45,19 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch], machine: Machine) -> f
     return (loss_sum / n_targets).item()
 
 
-def validation_loss(session: Session) -> dict[str, float]:
+def until(stop: dist.AgreedStop | None, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches; no more of them after `stop`, with which their mean counts for nothing."""
+    for batch in batches:
+        if stop is not None and stop.at_once():
+            return
+        yield batch
+
+
+def validation_loss(session: Session, stop: dist.AgreedStop | None = None) -> dict[str, float]:
     """val/loss, over every held-out token once (but the first of a range, which nothing predicts); in bits a character
     and a byte as well, where the tokens are text."""
     windows = max(1, EVAL_TOKENS[session.machine.device.type] // session.config.model.block_size)
-    loss = mean_loss(session.forward, session.data.batches.eval_batches(windows), session.machine)
+    loss = mean_loss(session.forward, until(stop, session.data.batches.eval_batches(windows)), session.machine)
     n_bytes, n_chars = session.data.text_per_target
     if not n_chars:
         return {"val/loss": loss}
@@ -57,7 +65,7 @@ def validation_loss(session: Session) -> dict[str, float]:
     return {"val/loss": loss, "val/bpc": bits / n_chars, "val/bpb": bits / n_bytes}
 
 
-def sampled_losses(session: Session) -> dict[str, float]:
+def sampled_losses(session: Session, stop: dist.AgreedStop | None = None) -> dict[str, float]:
     """nanoGPT's estimate: the mean over eval_iters random batches of each part; {} for eval_iters=0."""
     n, batches = session.config.eval_iters, session.data.batches
     if n == 0:
@@ -65,7 +73,7 @@ def sampled_losses(session: Session) -> dict[str, float]:
     losses = {}
     for part in ("train", "val"):
         drawn = (batches.sampled_batch(part, i) for i in range(n))
-        losses[f"{part}/loss_sampled"] = mean_loss(session.forward, drawn, session.machine)
+        losses[f"{part}/loss_sampled"] = mean_loss(session.forward, until(stop, drawn), session.machine)
     return losses
 
 
