@@ -51,12 +51,13 @@ class Run:
     def __init__(self, path: str | Path, plugins: Iterable[str] = (), checkpoint: str = "best", device: str = "auto"):
         load_plugins(plugins)
         asked = settings_of(SampleConfig, {"run": str(path), "device": device})
-        self.path, self.checkpoint, self.device = expand(path), checkpoint, resolve_device(asked.device)
+        self.name, self.path = str(expand(path)), expand(path).absolute()  # os.chdir() changes nothing
+        self.checkpoint, self.device = checkpoint, resolve_device(asked.device)
         require(os.path.isfile(self.path / "config.yaml"), f"run={path} holds no run (it has no config.yaml)")
 
     def __repr__(self) -> str:
         loss, reason = self.summary.get("val/loss_min"), self.summary.get("reason")
-        return printable(f"Run({str(self.path)!r}): {self.state}, " + (reason or f"lowest val/loss {loss}"))
+        return printable(f"Run({self.name!r}): {self.state}, " + (reason or f"lowest val/loss {loss}"))
 
     @property
     def state(self) -> str:

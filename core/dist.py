@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import socket
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.process import StopSignal, end_with_parent, torchrun_ends
-from core.schema import require
+from core.schema import ConfigError, require
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,20 @@ def init(world: World, device: torch.device) -> None:
     if world.size > 1 and not dist.is_initialized():
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent(torchrun_ends)
+            require_store()
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         atexit.register(dist.destroy_process_group)
+
+
+def require_store() -> None:
+    """Raises: ConfigError where torchrun has ended, whose process has the store that ranks meet at. They would wait for
+    it half an hour."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            socket.create_connection(place, timeout=60).close()
+        except OSError as error:
+            raise ConfigError(f"torchrun has ended: its store at {place[0]}:{place[1]} is gone ({error})") from error
 
 
 def all_reduce(tensor: Tensor, maximum: bool = False) -> Tensor:

@@ -231,11 +231,21 @@ def replace_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def finish_replacing(folder: Path) -> None:
-    """For whoever reads files that replace_files() writes."""
+    """For whoever writes by replace_files() there: go on where a kill ended it."""
     if (folder / NEXT).is_dir() and not (folder / NEXT).is_symlink():
         for file in (folder / NEXT).iterdir():
             os.replace(file, folder / file.name)
         (folder / NEXT).rmdir()
+
+
+def remove_aside(folder: Path) -> None:
+    """Remove what replace_files() and write_atomic() leave behind when they are killed. No other process may write
+    there."""
+    for left in [*folder.glob(f".{NEXT}-*"), *folder.glob("*.[0-9]*.tmp")]:
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
 
 
 # -----------------------------------------------------------------------------

@@ -109,6 +109,8 @@ def status_of(run: Callable[[], int]) -> int:
         print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
         drop_unwritten(sys.stdout)
     except Exception as error:
+        if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):  # Path.resolve()'s
+            return refuse(f"{str(error).removeprefix('Symlink loop from ')} is a link that leads to itself")
         if is_out_of_memory(error):
             said = " ".join(str(error).split())[:300]
             print(f"failed: out of memory ({said}); dry_run=true says what a run takes", file=sys.stderr)

@@ -52,6 +52,7 @@ PRINT_SECONDS = 30.0  # between two states of the progress bar in a log
 LEARN_BYTES = 100_000_000  # of text that tokenizer=bpe learns from
 BATCH_CHARS, BATCH_DOCUMENTS = 2**20, 1024  # a thread's task ends at the first limit that it reaches
 
+TIMES = "times.json"  # of the files that finished shards were made of; index.json depends on their content alone
 CHANGED = "is not what {} was begun on: its files have changed; use another folder"
 
 Position = dict[str, Any]  # of the stream of `datasets`, between two documents
@@ -97,10 +98,9 @@ def finish_if_complete(out: Path, config: PrepareFineWebConfig) -> bool:
     changes = differences({key: begun.get(key) for key in config.settings}, config.settings)
     require(not changes, f"out={out} was begun with other settings: {', '.join(changes)}; use another folder")
     if said:
-        folder, made = expand(config.dataset), (out / INDEX).stat().st_mtime_ns
-        same = not folder.is_dir() or {**index["source"], **source_of(folder)} == index["source"]
-        same = same and all(file.stat().st_mtime_ns <= made for file in visible_files(folder).values())
-        require(same, f"dataset={config.dataset} {CHANGED.format(out)}")
+        folder, times = expand(config.dataset), read_json(out / TIMES).get("times")  # an earlier version wrote none
+        same = {**index["source"], **source_of(folder)} == index["source"] and times in (None, times_of(folder))
+        require(same or not folder.is_dir(), f"dataset={config.dataset} {CHANGED.format(out)}")
         clean_up(out)
         say(f"{out} is complete: {said}")
     return said != ""
@@ -117,6 +117,7 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Source", t
     with contextlib.closing(tokenised(documents, state["stream"], tokenizer, config)) as batches:
         write_documents(out, config.max_tokens, state, writers, batches)
     load_progress(out, config, documents)  # refuses files that have changed meanwhile
+    write_json(out / TIMES, {"times": state.get("times")})
     index: dict[str, Any] = {
         "format": FORMAT, "settings": config.settings, "source": documents.source, "dtype": dtype.name,
         "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": sha256,
@@ -133,8 +134,7 @@ def write_shards(out: Path, config: PrepareFineWebConfig, documents: "Source", t
 
 def load_progress(out: Path, config: PrepareFineWebConfig, documents: "Source") -> dict[str, Any]:
     """The content of progress.json, which is written where there is none. stream: a Position after `documents`."""
-    files = visible_files(expand(config.dataset))
-    times = hashlib.sha256(json.dumps([file.stat().st_mtime_ns for file in files.values()]).encode()).hexdigest()
+    times = times_of(expand(config.dataset))
     if state := read_json(out / PROGRESS):
         same = state.get("source") == documents.source and state.get("times", times) == times
         require(same, f"dataset={config.dataset} {CHANGED.format(out)}")
@@ -195,7 +195,7 @@ def summary(index: dict[str, Any]) -> str:
 
 def clean_up(out: Path) -> None:
     """Remove the files that only an unfinished preparation needs."""
-    written = rf"{PROGRESS}|{INDEX}|{TOKENIZER}|({'|'.join(SPLITS)})_\d+\.bin"
+    written = rf"{PROGRESS}|{TIMES}|{INDEX}|{TOKENIZER}|({'|'.join(SPLITS)})_\d+\.bin"
     for name in os.listdir(out):
         if name == PROGRESS or is_leftover(name, written):
             (out / name).unlink()
@@ -410,6 +410,12 @@ def utf8(text: str) -> bytes:
     except UnicodeEncodeError as error:
         half, near = ascii(text[error.start]), ascii(text[max(0, error.start - 20) : error.end + 20])
         raise ConfigError(f"a document holds {half}, which is half a character, in {near}") from error
+
+
+def times_of(folder: Path) -> str:
+    """A hash of when a folder's files were changed last."""
+    times = [file.stat().st_mtime_ns for file in visible_files(folder).values()]
+    return hashlib.sha256(json.dumps(times).encode()).hexdigest()
 
 
 def is_held_out(text: bytes, fraction: float) -> bool:

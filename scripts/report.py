@@ -98,7 +98,6 @@ def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any])
 
 def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
     """Raises: ConfigError where the report in `out` has runs at their end that `sweep` lacks, or cannot be read."""
-    finish_replacing(out)
     if not (out / "runs.csv").is_file():
         return
     replaces = f"out={out} replaces it, another out= keeps it"
@@ -162,6 +161,7 @@ def write_report(asked: ReportOptions, argv: list[str]) -> int:
     name = sweep_name(str(expand(asked.sweep or asked.sweep_dir or asked.from_ or "").resolve()))
     again = not (asked.sweep or asked.sweep_dir)  # from= alone: the report in that folder is made again
     out = expand(asked.out or (asked.from_ if again else None) or Path("results") / name)
+    finish_replacing(out)
     if asked.from_ is None:
         sweep = read_sweep(asked.directory, name)
     else:

@@ -33,9 +33,11 @@ from core.files import (
     config_folder,
     expand,
     file_sha256,
+    finish_replacing,
     read_json,
     read_regular,
     readable_json,
+    remove_aside,
     write_atomic,
 )
 from core.plugins import LOADED, changed_plugins, load_plugins, plugin_hashes
@@ -139,6 +141,7 @@ def withdrawn(asked: TrackOptions) -> Iterator[None]:
     """Withdraw an entry; an error within the block takes that back."""
     file = asked.board / "entries" / str(asked.withdraw) / "provenance.json"
     require(file.is_file(), f"withdraw={asked.withdraw} is no entry of {asked.board}")
+    remove_aside(file.parent)
     about, before = read_json(file), read_regular(file)
     require(len(about) > 0, f"{file} cannot be read")
     write_atomic(file, readable_json(about | {"withdrawn": asked.reason}))
@@ -230,10 +233,13 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     if asked.enter:
         entry = read_contestant(expand(asked.enter), asked.by)
         name, about, known = entry.name, {"by": entry.by}, {BASELINE: opened(folder)[0]}
+        if not asked.dry_run:
+            finish_replacing(folder / f"entries/{name}")  # where this command was killed before
         full = f"{folder} has {ROWS} comparisons, the most of a board: a new one begins with open=true and its sweep="
         require(sum(row.against is not None for row in track.rows(folder)) < ROWS, full)
         words = {name: entry.overrides, BASELINE: words[BASELINE]}
     else:
+        finish_replacing(folder)
         require({BASELINE, PLAIN} <= words.keys(), f"sweep={asked.sweep} needs the contestants {BASELINE} and {PLAIN}")
         require(not (folder / "grid").exists(), f"{folder} has a board already: another sweep= opens another one")
     first = {of: [*sweep.grid["optim.learning_rate"].values()] for of in words if of not in known}
@@ -334,6 +340,7 @@ def store(folder: Path, found: Sweep, files: Mapping[str, bytes], command: str, 
         require("entry.yaml" in old["sha256"], f"{folder} has a board already: another sweep= opens another one")
         n = 1 + len([*folder.parent.glob(f"{folder.name}.*")])
         folder.rename(folder.with_name(f"{folder.name}.{n}"))
+    remove_aside(folder)
     made = {"command": shlex.join(["python", "scripts/track.py", command]), **about, **kept}
     write_files(folder, every, provenance(found, every, [], []) | made)
 

@@ -22,7 +22,7 @@ from typing import Annotated
 from tqdm import tqdm
 
 from core.cli import parse_yaml, run_script
-from core.files import expand, file_sha256, finish_replacing, is_leftover, program, read_json
+from core.files import expand, file_sha256, is_leftover, program, read_json
 from core.plugins import changed_plugins, remember
 from core.process import StopSignal, say
 from core.record import is_number
@@ -33,7 +33,18 @@ from sweeps.claims import Launch
 from sweeps.definition import Definition, load_sweep, read_definition, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
 from sweeps.plan import PlannedRun, freeze, merge_plans, plan_runs, read_plan, temperature_note, unknown_points
-from sweeps.status import FINAL, State, SweepPlace, failures, finished_in, progress, state_of, stored_rows, tally
+from sweeps.status import (
+    FINAL,
+    State,
+    SweepPlace,
+    failures,
+    finished_in,
+    progress,
+    require_whole,
+    state_of,
+    stored_rows,
+    tally,
+)
 from training.config import TrainConfig
 
 POLL = 0.5  # seconds between two looks at the runs
@@ -133,7 +144,7 @@ def without_stored(runs: list[PlannedRun], folder: str | None) -> list[PlannedRu
     if folder is None:
         return runs
     try:
-        finish_replacing(expand(folder))
+        require_whole(expand(folder))
         about = read_json(expand(folder) / "provenance.json")
         common, sha256 = about.get("config", {}), about.get("sha256", {}).get("runs.csv")
         require(file_sha256(expand(folder) / "runs.csv") == sha256, "it was changed")

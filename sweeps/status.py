@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from statistics import fmean
 from typing import Annotated
 
 from core.cli import run_script
-from core.files import expand, read_regular
+from core.files import NEXT, expand, read_regular
 from core.process import printable, say
 from core.record import Lines
 from core.rundir import at_end, is_open, read_status
@@ -75,6 +76,13 @@ def bar(shares: Sequence[float], width: int = 20) -> str:
     """A bar of the mean share, full only where all are 1."""
     share = fmean(shares)
     return f"[{'#' * int(width * share):.<{width}}] {int(100 * share + 1e-9):3d} %"
+
+
+def require_whole(report: Path) -> None:
+    """Raises: ConfigError where a kill ended the writing of a report amid its moves. Who only reads makes none of them:
+    in a stranger's folder they would put other files in place of those that were read."""
+    told = f"{report} was ended while it was written ({NEXT} is there): the command that writes it goes on"
+    require(not os.path.lexists(report / NEXT), told)
 
 
 def stored_rows(report: Path) -> list[dict[str, str]]:

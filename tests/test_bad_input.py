@@ -374,6 +374,7 @@ COMPARE: dict[str, list[str]] = {
     "a=folder b=folder": ["a=folder", "not a checkpoint"],
 }
 REPORT: dict[str, list[str]] = {
+    "run=loop.txt": ["loop.txt"],
     "": ["sweep=, run= or from= must be given"],
     "sweep=nowhere": ["sweep_dir=runs/nowhere holds no sweep"],
     "sweep_dir=sweep_made swep=x": ["swep=x"],

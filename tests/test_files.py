@@ -133,7 +133,10 @@ def test_a_crash_leaves_all_files_as_they_were_or_all_as_they_are_to_be(
         for name in ("replace", "rename"):
             patch.setattr(os, name, partial(killed, getattr(os, name)))
         files.replace_files(tmp_path, new)
+    (tmp_path / f".{files.NEXT}-0a").mkdir()  # of a kill -9
+    (tmp_path / "a.77.tmp").touch()
     files.finish_replacing(tmp_path)
+    files.remove_aside(tmp_path)
     found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert found == (old if moves < 4 else new)  # three files are written, and their folder is renamed
 

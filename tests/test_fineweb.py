@@ -410,6 +410,17 @@ def test_a_folder_of_texts_that_has_changed_is_refused(tmp_path: Path, monkeypat
         write_documents(*given)
         first.write_text(first.read_text().swapcase())
 
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "in", copy)  # with its times
+    os.utime(copy / "002.txt", (4e9, 4e9))  # in the future
+    made = settings_of((copy, []), tmp_path / "made")
+    for _ in range(2):
+        assert prepare(made) == 0
+    (copy / "002.txt").write_text((copy / "002.txt").read_text().swapcase())
+    os.utime(copy / "002.txt", (1e9, 1e9))  # older than the shards, as a file that is moved there
+    with pytest.raises(ConfigError, match="made was begun on: its files have changed"):
+        prepare(made)
+
     write_documents, amid = prepare_fineweb.write_documents, tmp_path / "amid"
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="its files have changed"):
         patch.setattr(prepare_fineweb, "write_documents", edited)

@@ -1,5 +1,6 @@
 """nanoqk.py: from Python everything is as on the command line, and the process that calls it stays as it was."""
 
+import contextlib
 import json
 import os
 import signal
@@ -42,6 +43,9 @@ def test_a_run_is_that_of_the_command_line(words: list[str], tmp_path: Path, for
     assert [*frame["iter"]] == [*range(7)] and frame["val/loss"].count() == 4 and frame["val/loss"].min() == lowest
     assert [line["iter"] for line in run.diagnostics] == [0, 2, 4, 6]
     assert repr(run) == f"Run('run'): done, lowest val/loss {lowest}"
+    (tmp_path / "elsewhere").mkdir()
+    with contextlib.chdir("elsewhere"):
+        assert run.state == "done" and run.summary["val/loss_min"] == lowest and len(run.diagnostics) == 4
     asked: dict[str, Any] = {"num_samples": 2, "max_new_tokens": 30, "temperature": 0.7, "stop": "e"}
     said = forked("sample.py", "run=run", "start=to be", *(f"{key}={value}" for key, value in asked.items())).stdout
     assert "".join(f"{text}\n---------------\n" for text in run.sample("to be", **asked)) == said

@@ -23,7 +23,7 @@ from scipy import stats
 from scipy.optimize import brentq
 
 from core.cli import run_script
-from core.files import file_sha256, read_json, write_json
+from core.files import NEXT, file_sha256, read_json, write_json
 from core.schema import ConfigError, flatten
 from scripts import track
 from scripts.reporting.runs import Run, Sweep, read_sweep
@@ -422,6 +422,7 @@ FALSIFIED: dict[str, Callable[[Path], None]] = {
     "my_asinh.py was changed": lambda entry: edited(entry / "my_asinh.py", "asinh(", "sinh("),
     "entry.yaml was changed": lambda entry: edited(entry / "entry.yaml", "Ada", "Bob"),
     "train.json was changed": lambda entry: edited(entry / "train.json", "1", "2"),
+    "was ended while it was written": lambda entry: (entry / NEXT).mkdir(),  # in it there may be another my_asinh.py
     "more.txt was changed, or is not": lambda entry: (entry / "more.txt").touch(),
     "had other plugins": lambda entry: falsify(entry, "asinh/", plugins={"my_asinh": "0"}),
     "its runs differ in device": lambda entry: falsify(entry, "asinh/", device="another"),

@@ -8,18 +8,17 @@ import gzip
 import io
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.files import file_sha256, finish_replacing, parse_object, read_json, unpacked
+from core.files import file_sha256, parse_object, read_json, unpacked
 from core.record import is_number
 from core.rundir import TEXTS, mistyped
 from core.schema import ConfigError, require, show
 from scripts.reporting.runs import NUMBER_KINDS, NUMBERS, Curve, Run, Sweep
 from sweeps.definition import check_sweep
-from sweeps.status import FINAL, State, stored_rows
+from sweeps.status import FINAL, State, require_whole, stored_rows
 
 PLUGINS = "plugins_sha256"  # the column of a summary's `plugins`, where some run has any
 CONFIG_KINDS = {
@@ -73,8 +72,7 @@ def curves_csv(sweep: Sweep) -> bytes:
 
 def read_stored(folder: Path, name: str) -> Sweep:
     """The sweep that a report was made of. Raises: ConfigError where the files of `folder` do not hold one."""
-    with suppress(OSError):  # a folder that is read-only
-        finish_replacing(folder)
+    require_whole(folder)
     about = read_json(folder / "provenance.json")
     kinds = {"definition": dict, "config": dict, "sha256": dict, "planned": list}
     missing = [key for key, kind in kinds.items() if not isinstance(about.get(key), kind)]
