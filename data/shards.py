@@ -4,6 +4,7 @@ index.json            settings, totals, and for each shard: tokens, documents, b
 train_000000.bin, …   token ids, uint16 or uint32 as index.json says; each document ends with the separator
 val_000000.bin, …     the same for the held-out documents
 tokenizer.json        the tokenizer; index.json has its SHA-256
+times.json            when the files of the data set were changed; no reader needs it
 """
 
 import hashlib

@@ -3,7 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -211,16 +212,23 @@ def read_run(sweep_dir: Path, plan: PlannedRun, sweep: Sweep) -> Run:
     path, state, max_iters = sweep_dir / plan.id, state_of(sweep_dir, plan), plan.config.max_iters
     row = partial(Run, plan.id, plan.points, plan.seed, plan.fold, flatten(asdict(plan.config)))
     keys = ["val/loss", "train/loss", *sweep.logged]
-    if state.state not in ("done", "diverged"):
+    if state.state == "diverged":
+        summary, curves = {}, {}
+        with suppress(ConfigError):
+            summary = read_summary(path)
+        try:
+            curves = own_curves(path, keys, summary)
+        except ConfigError as damage:
+            state = replace(state, reason=f"{state.reason}; {damage}")
+        return row(state, *kept(summary, curves, sweep))
+    if state.state != "done":
         saved = f"iteration {state.iter} of {max_iters} is saved" if state.iter else ""
         reason = "; ".join(filter(None, [state.reason, saved])) or "not started" * (state.state == "pending")
         return row(State(state.state, state.iter, reason))
     try:
-        summary, curves = (read_done if state.state == "done" else read_ended)(path, keys)
+        summary, curves = read_done(path, keys)
     except ConfigError as damage:
-        return row(State("failed", state.iter, f"{state.state}, but {damage}"))
-    if state.state == "diverged":
-        return row(state, *kept(summary, curves, sweep))
+        return row(State("failed", state.iter, f"done, but {damage}"))
     if leak := summary.get("sees_future"):
         return row(State("failed", summary["iter"], f"done, but when trained, {leak}"))
     if summary["iter"] != max_iters:
@@ -260,22 +268,23 @@ def thinned(curve: Curve, how: str) -> dict[int, float]:
 
 def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str, Curve]]:
     """The summary and the curves of a run that is done. Raises: ConfigError where they are damaged."""
-    summary, curves = read_ended(path, keys)
+    summary = read_summary(path)
     missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
     require(not missing, f"summary.json has no {', '.join(missing)}")
     summary |= evaluation(path, [summary["iter_of_min"], summary["iter"]])
+    curves = own_curves(path, keys, summary)
     known = curves.get("val/loss", {}).get(summary["iter_of_min"]) == summary["val/loss_min"]
     require(known, "the minimum of summary.json is not in metrics.jsonl")
     return summary, curves
 
 
-def read_ended(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str, Curve]]:
-    """The summary and the curves of a run at its end. Raises: ConfigError where their bytes have changed."""
-    summary, curves = read_summary(path), read_curves(path, keys)
-    records = summary.pop("records", None) or {}
+def own_curves(path: Path, keys: Sequence[str], summary: dict[str, Any]) -> dict[str, Curve]:
+    """The curves of a run at its end, whose summary loses the SHA-256 of its records. Raises: ConfigError where that of
+    metrics.jsonl is another."""
+    curves, records = read_curves(path, keys), summary.pop("records", None) or {}
     same = records.get("metrics.jsonl") in (None, file_sha256(path / "metrics.jsonl"))
     require(same, "metrics.jsonl has changed since the run ended")
-    return summary, curves
+    return curves
 
 
 def read_summary(path: Path) -> dict[str, Any]:
