@@ -238,14 +238,15 @@ def finish_replacing(folder: Path) -> None:
         (folder / NEXT).rmdir()
 
 
-def remove_aside(folder: Path) -> None:
-    """Remove what replace_files() and write_atomic() leave behind when they are killed. No other process may write
-    there."""
-    for left in [*folder.glob(f".{NEXT}-*"), *folder.glob("*.[0-9]*.tmp")]:
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left)
-        else:
-            left.unlink()
+def remove_aside(folder: Path, files: str) -> None:
+    """Remove what replace_files(), and write_atomic() of `files`, leave behind when they are killed. files: a pattern.
+    No other process may write there."""
+    for left in folder.glob(f".{NEXT}-*"):
+        remove = shutil.rmtree if left.is_dir() and not left.is_symlink() else os.unlink
+        remove(left)
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        if is_leftover(name, files):
+            (folder / name).unlink()
 
 
 # -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -75,6 +76,7 @@ TRACK = "attention_track"
 SEEDS = [*range(11, 19)]  # of the final runs
 MORE_RATES = 3  # than the grid has, where the best one is at its edge
 LENGTH = ("max_iters", "eval_interval", "eval_iters", "dtype")  # what the recipe says and no run id
+LEFT = "|".join(map(re.escape, ("provenance.json", *TIMES)))  # what is written alone into the folder of an entry
 QUIET = 0.3  # CPUs that other programs may use while times are measured
 ROUNDS = (41, 21)  # of the times of updates, of decoding
 Words = Mapping[str, Sequence[str]]  # the overrides of each contestant
@@ -141,7 +143,7 @@ def withdrawn(asked: TrackOptions) -> Iterator[None]:
     """Withdraw an entry; an error within the block takes that back."""
     file = asked.board / "entries" / str(asked.withdraw) / "provenance.json"
     require(file.is_file(), f"withdraw={asked.withdraw} is no entry of {asked.board}")
-    remove_aside(file.parent)
+    remove_aside(file.parent, LEFT)
     about, before = read_json(file), read_regular(file)
     require(len(about) > 0, f"{file} cannot be read")
     write_atomic(file, readable_json(about | {"withdrawn": asked.reason}))
@@ -340,7 +342,7 @@ def store(folder: Path, found: Sweep, files: Mapping[str, bytes], command: str, 
         require("entry.yaml" in old["sha256"], f"{folder} has a board already: another sweep= opens another one")
         n = 1 + len([*folder.parent.glob(f"{folder.name}.*")])
         folder.rename(folder.with_name(f"{folder.name}.{n}"))
-    remove_aside(folder)
+    remove_aside(folder, LEFT)
     made = {"command": shlex.join(["python", "scripts/track.py", command]), **about, **kept}
     write_files(folder, every, provenance(found, every, [], []) | made)
 

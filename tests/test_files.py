@@ -135,8 +135,11 @@ def test_a_crash_leaves_all_files_as_they_were_or_all_as_they_are_to_be(
         files.replace_files(tmp_path, new)
     (tmp_path / f".{files.NEXT}-0a").mkdir()  # of a kill -9
     (tmp_path / "a.77.tmp").touch()
+    (tmp_path / "mine.77.tmp").write_bytes(b"mine")
     files.finish_replacing(tmp_path)
-    files.remove_aside(tmp_path)
+    files.remove_aside(tmp_path, "a|b")
+    assert (tmp_path / "mine.77.tmp").read_bytes() == b"mine"
+    (tmp_path / "mine.77.tmp").unlink()
     found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert found == (old if moves < 4 else new)  # three files are written, and their folder is renamed
 

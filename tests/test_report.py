@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from helpers import reports
 from helpers.reports import Made, falling, finish, made, rows_of, state, sweep_of, text_of
 from scipy import stats
 
+from core.files import NEXT
 from core.schema import ConfigError
 from data.options import RandomOptions
 from model.options import LpNormOptions
@@ -26,6 +28,7 @@ from scripts.reporting.figures import metric_panels, series_of
 from scripts.reporting.runs import METRICS, kept, read_curves, read_sweep, thinned
 from scripts.reporting.stored import joined, read_stored
 from scripts.reporting.tables import comparison_table, facts, fault_table, missing_tables, part_table, readings_table
+from sweeps.launch import without_stored
 from sweeps.plan import read_plan
 from training.config import FaultOptions
 
@@ -375,6 +378,18 @@ def test_a_damaged_curve_of_a_diverged_run_is_left_out(made: Made) -> None:
     (path / "metrics.jsonl").write_bytes(text.replace(b"3.0", b"2.0"))
     row = sweep_of(made.path).runs_of("a/p=2")[1, 5]
     assert (row.state.state, row.losses) == ("diverged", {}) and "; metrics.jsonl has changed" in row.state.reason
+
+
+@pytest.mark.parametrize("read", [lambda out: read_stored(out, "made"), lambda out: without_stored([], str(out))])
+def test_who_only_reads_a_report_moves_nothing_over_it(read: Callable[[Path], Any], made: Made, tmp_path: Path) -> None:
+    report.report(sweep_of(made.path), tmp_path / "out", [])
+    read(tmp_path / "out")
+    hidden = tmp_path / "out" / NEXT / "runs.csv"
+    hidden.parent.mkdir()
+    hidden.write_text("a stranger's")
+    with pytest.raises(ConfigError, match="was ended while it was written"):
+        read(tmp_path / "out")
+    assert hidden.exists() and "stranger" not in (tmp_path / "out" / "runs.csv").read_text()
 
 
 def test_means_count_the_seeds_of_a_fold_as_one_value(tmp_path: Path) -> None:
