@@ -166,13 +166,22 @@ def import_plugin(name: str, found: Found) -> None:
 
 
 def plugin_hashes(names: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of each loaded plugin's file: what a run records."""
-    return {name: LOADED[name].files[LOADED[name].main] for name in names if name in LOADED}
+    """What a run records: the SHA-256 of each loaded plugin's file, and of each that it imports beside it, by name."""
+    loaded = [(name, LOADED[name]) for name in names if name in LOADED]
+    return {
+        name if file == found.main else file: sha256 for name, found in loaded for file, sha256 in found.files.items()
+    }
+
+
+def joined_versions(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """Two records of plugin_hashes() as one: "SHA256, SHA256" where a file has changed between them."""
+    both = {name: [*before.get(name, "").split(", "), now.get(name, "")] for name in {**before, **now}}
+    return {name: ", ".join(filter(None, dict.fromkeys(versions))) for name, versions in both.items()}
 
 
 def changed_plugins(recorded: Mapping[str, str]) -> list[str]:
     """What there is to say of the loaded plugins whose file is not the one that a run has recorded."""
-    here = plugin_hashes(recorded)
+    here = plugin_hashes(LOADED)
     return [
         f"the plugin {name} has changed: its SHA-256 is {here.get(name, 'unknown')[:12]}, the run's {str(sha256)[:12]}"
         for name, sha256 in recorded.items()

@@ -100,13 +100,13 @@ def status_of(run: Callable[[], int]) -> int:
     except SystemExit as end:  # a plugin's, or a library's
         if isinstance(end.code, int) and end.code > 128:  # a signal
             raise
-        print(f"failed: {one_line(end)}: it is not for a part of a program to end it", file=sys.stderr)
+        print(f"failed: {in_one_line(one_line(end))}: it is not for a part of a program to end it", file=sys.stderr)
     except OSError as error:  # a full disk, say
         if error.errno == errno.ENAMETOOLONG:
             return refuse(f"{error.filename} is too long for a path")
         if error.errno == errno.ENOENT and error.filename is None:
             return refuse("the current folder does not exist any more: change to another one")
-        print(f"failed: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"failed: {in_one_line(str(error))}", file=sys.stderr)
         drop_unwritten(sys.stdout)
     except Exception as error:
         if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):  # Path.resolve()'s
@@ -246,14 +246,20 @@ def input_for_life(pid: int) -> int:
     return reads
 
 
+PATIENCE = 600  # seconds that a run has to finish its iteration and save
+
+
 def end_with_parent(wait: Callable[[], Any], number: int = signal.SIGTERM) -> None:
-    """Send this process a signal, SIGKILL to the group that it leads, when wait() returns: its parent has ended."""
+    """Send this process a signal, SIGKILL to the group that it leads, when wait() returns: its parent has ended. After
+    PATIENCE follows SIGKILL: while it waits for a rank that does not answer, no handler is called."""
 
     def watch() -> None:
         wait()
         if number == signal.SIGKILL and os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), number)
         signal.pthread_kill(threading.main_thread().ident or 0, number)  # interrupts what it waits for
+        time.sleep(PATIENCE)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
 

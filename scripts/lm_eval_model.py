@@ -44,14 +44,15 @@ class NanoQK(TemplateLM):
         vocabulary = self.ours.to_dict().get("chars", "\n")
         return int(self.ours.encode("\n")[0]) if "\n" in vocabulary else 0
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self.ours.encode(string).tolist()
+    def tok_encode(self, string: Any, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """string: lm_eval hands an answer on as the number that a task file has."""
+        return self.ours.encode(str(string)).tolist()
 
     # Log-likelihoods
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Score]:
         """As TemplateLM's, which does not score a first token that equals eot_token_id where the context is empty."""
-        pairs = [request.args for request in requests]
+        pairs = [(str(context), str(answer)) for context, answer in (request.args for request in requests)]
         tokens = [self._encode_pair(*pair) if pair[0] else ([], self.tok_encode(pair[1])) for pair in pairs]
         scored = [(pair, *encoded) for pair, encoded in zip(pairs, tokens, strict=True)]
         return self._loglikelihood_tokens(scored, disable_tqdm)

@@ -42,7 +42,7 @@ from core.files import (
     write_atomic,
 )
 from core.plugins import LOADED, changed_plugins, load_plugins, plugin_hashes
-from core.process import say
+from core.process import in_one_line, say
 from core.schema import (
     NOT_EMPTY,
     ConfigError,
@@ -393,7 +393,7 @@ def verify(asked: TrackOptions, sweep: Definition) -> int:
         if asked.repeat:
             say(f"{path.name}: {repeated(path, row, asked, sweep)}")
     except ConfigError as error:
-        print(f"failed: {path.name}: {error}", file=sys.stderr)
+        print(f"failed: {in_one_line(f'{path.name}: {error}')}", file=sys.stderr)
         return 1
     return 0
 

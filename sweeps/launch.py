@@ -32,7 +32,7 @@ from core.wandb_run import wandb_options
 from sweeps.claims import Launch
 from sweeps.definition import Definition, load_sweep, read_definition, sweep_name
 from sweeps.launchers import LAUNCHERS, Launcher, LocalOptions, SlurmOptions
-from sweeps.plan import PlannedRun, freeze, merge_plans, plan_runs, read_plan, temperature_note, unknown_points
+from sweeps.plan import PlannedRun, freeze, frozen_runs, merge_plans, plan_runs, temperature_note, unknown_points
 from sweeps.status import (
     FINAL,
     State,
@@ -89,8 +89,7 @@ def run(asked: LaunchOptions, overrides: list[str], hint: bool = True) -> int:
     if note := temperature_note(sweep, {point: flatten(asdict(config)) for point, config in planned.items()}):
         say(f"note: {note}")
     if asked.dry_run:
-        if (sweep_dir / "plan.jsonl").exists():  # what freeze() would refuse
-            merge_plans(sweep_dir, {run.id: run for run in read_plan(sweep_dir)}, runs)
+        merge_plans(sweep_dir, frozen_runs(sweep_dir), sweep, runs)  # refuses what freeze() would
         list_runs(asked, sweep_dir, unstored)
         return 0
     left = [run for run in unstored if not at_end(sweep_dir / run.id)]
@@ -235,7 +234,10 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun], hint: 
     say(f"{sweep_dir}: {len(runs)} runs ({tally(states.values())}), {workers(asked, launcher)}")
     began = time.monotonic()
     with StopSignal() as stop:
-        trouble = supervise(runs, states, launcher, tries, asked.fail_fast, stop)
+        try:
+            trouble = supervise(runs, states, launcher, tries, asked.fail_fast, stop)
+        finally:
+            launcher.stop()  # after an error too, as a notebook, which lives on, would keep its workers
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
     counts = tally(states.values())
     if stop.signal:
@@ -283,7 +285,6 @@ def supervise(
         running = [s for s in states.values() if s.state == "running"]
         trouble = launcher.failure()
         if stop.signal or trouble or (failed and fail_fast) or not (left or running):
-            launcher.stop()
             return trouble
         waiting = sum(s.state != "running" for s in left)
         ours = sum(s.launch_tries > 0 for s in running)  # other launchers' runs need none of our workers

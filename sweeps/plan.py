@@ -10,10 +10,12 @@ import copy
 import functools
 import itertools
 import json
+import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,13 @@ SAME_ALPHA = (
     "p differs and α starts from one value, so this comparison measures temperature as well; "
     "qk_norm.alpha_init=matched starts every p at the same temperature"
 )
+MOST_RUNS = 100_000  # planned in ten minutes
+REPLICATE = ("seed", "data.fold")  # what runs of one point may differ in
+LENGTH = (
+    "max_iters",
+    "eval_interval",
+    "dtype",
+)  # FREE, as a run may be resumed with others; yet they decide its numbers
 REPORT_KEYS = ("title", "compare", "also", "paper")  # of a definition: no run depends on them
 
 
@@ -68,6 +77,8 @@ def plan_runs(sweep: Definition, overrides: list[str]) -> list[PlannedRun]:
         name: (part, [*itertools.product(part.folds or sweep.folds or (None,), part.seeds or sweep.seeds)])
         for name, part in (sweep.parts or {"": Part()}).items()
     }
+    sizes = [len(pairs) * math.prod(map(len, {**sweep.grid, **part.grid}.values())) for part, pairs in parts.values()]
+    require(sum(sizes) <= MOST_RUNS, f"the sweep has {sum(sizes):,} runs; more than {MOST_RUNS:,} are never planned")
     for fold, seed in dict.fromkeys(pair for _, pairs in parts.values() for pair in pairs):
         chosen_parts = {name: part for name, (part, pairs) in parts.items() if (fold, seed) in pairs}
         for point, chosen, values in points_of(sweep, chosen_parts, overrides):
@@ -89,7 +100,9 @@ def plan_runs(sweep: Definition, overrides: list[str]) -> list[PlannedRun]:
             if run_id in runs:
                 changed = changes(runs[run_id].config, config)
                 both = f"the points {runs[run_id].points[0]} and {point}"
-                require(not changed, f"{both} have one run id, which does not depend on {changed}: leave one out")
+                require(
+                    not changed, f"{both} have one run id, which does not depend on {', '.join(changed)}: leave one out"
+                )
                 runs[run_id].points.append(point)
             else:
                 runs[run_id] = PlannedRun(run_id, [point], seed, fold, given, config)
@@ -221,8 +234,8 @@ def freeze(
     except OSError as error:
         raise ConfigError(f"sweep_dir={sweep_dir} cannot be made: {error.strerror}") from error
     with FileLock(sweep_dir / "plan.lock"):  # two launchers at once freeze one plan
-        frozen = {run.id: run for run in read_plan(sweep_dir)} if (sweep_dir / "plan.jsonl").exists() else {}
-        merged = merge_plans(sweep_dir, frozen, runs)
+        frozen = frozen_runs(sweep_dir)
+        merged = merge_plans(sweep_dir, frozen, sweep, runs)
         old = read_about(sweep_dir)
         history, grows = old.get("frozen", []), merged != frozen or "sweep" not in old
         entry = {"commit": commit(), "overrides": overrides, "runs": len(merged)}
@@ -239,6 +252,11 @@ def freeze(
             write_json(sweep_dir / "sweep.json", sealed(content))
         if merged != frozen:  # written last: a plan implies the other files
             write_atomic(sweep_dir / "plan.jsonl", "".join(map(to_line, merged.values())).encode())
+
+
+def frozen_runs(sweep_dir: Path) -> dict[str, PlannedRun]:
+    """Those of plan.jsonl, by id; {} before there is one."""
+    return {run.id: run for run in read_plan(sweep_dir)} if (sweep_dir / "plan.jsonl").exists() else {}
 
 
 def frozen_definition(old: dict[str, Any], sweep: Definition, grows: bool) -> dict[str, Any]:
@@ -261,26 +279,73 @@ def united(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return {**new, **lists, "grid": {**old.get("grid", {}), **grid}}
 
 
-def merge_plans(sweep_dir: Path, frozen: Mapping[str, PlannedRun], runs: list[PlannedRun]) -> dict[str, PlannedRun]:
-    """The frozen runs and the new ones, by id. A frozen run keeps its config, and may gain points of a new part."""
+def merge_plans(
+    sweep_dir: Path, frozen: Mapping[str, PlannedRun], sweep: Definition, runs: list[PlannedRun]
+) -> dict[str, PlannedRun]:
+    """The frozen runs and the new ones, by id. A frozen run keeps its config, and may gain points of a new part. A new
+    one is as others of its point but for seed and fold, and as others of its part but for what a grid varies."""
+    old = check_sweep(read_about(sweep_dir).get("sweep", {}))
+    parts, varied = {*old.parts, *sweep.parts}, varied_keys(old, sweep)
     planned = {(plain(point), run.fold, run.seed): run for run in frozen.values() for point in run.points}
+    of_point = {point: run for (point, _, _), run in planned.items()}
+    of_part = {part_and_name(run.points[0], parts)[0]: run for run in frozen.values()}
     merged = dict(frozen)
     for run in runs:
         for point in run.points:
-            other = planned.get((plain(point), run.fold, run.seed), frozen.get(run.id, run))
-            changed = "" if other is run else changes(other.config, run.config)
-            if other.id != run.id or changed:
+            alike: Callable[[PlannedRun, PlannedRun], list[str]] = all_changes
+            other = planned.get((plain(point), run.fold, run.seed), frozen.get(run.id))
+            if other is None:
+                other, alike = of_point.get(plain(point)), changed_numbers
+            if other is None:
+                other, alike = of_part.get(part_and_name(point, parts)[0]), partial(changed_words, varied)
+            if other is not None and (changed := alike(other, run)):
                 there = point if plain(point) in map(plain, other.points) else other.points[0]
                 earlier, words = with_earlier_defaults(run.config, other.config)
                 advice = "use another sweep_dir"
-                if words and not changes(other.config, earlier):
+                if words and not alike(other, replace(run, id=other.id, config=earlier)):
                     begun = f"add {' '.join(words)}, the default when it was planned"
                     advice = f"{begun}, to the command or to the point's words, else {advice}"
-                raise ConfigError(f"sweep_dir={sweep_dir} holds {there} with other settings: {changed}; {advice}")
+                told = f"holds {there} with other settings: {', '.join(changed)}"
+                raise ConfigError(f"sweep_dir={sweep_dir} {told}; {advice}")
         known = merged.setdefault(run.id, run)
         names = {plain(point) for point in known.points}
         merged[run.id] = replace(known, points=[*known.points, *(p for p in run.points if plain(p) not in names)])
     return merged
+
+
+def all_changes(old: PlannedRun, new: PlannedRun) -> list[str]:
+    """What differs where it is to be the same run."""
+    return changes(old.config, new.config) or ([f"id {old.id} -> {new.id}"] if old.id != new.id else [])
+
+
+def changed_numbers(old: PlannedRun, new: PlannedRun) -> list[str]:
+    """What differs but seed and fold, and decides the losses."""
+    return differences(numbers(old.config), numbers(new.config))
+
+
+def changed_words(varied: Collection[str], old: PlannedRun, new: PlannedRun) -> list[str]:
+    """changed_numbers() of what the overrides name differently, but for `varied` keys."""
+    given = [{key_of(word): word for word in run.overrides} for run in (old, new)]
+    keys = {key for of in given for key in of if key not in varied and given[0].get(key) != given[1].get(key)}
+
+    def named(config: TrainConfig) -> dict[str, Any]:
+        found = numbers(config)
+        return {name: found[name] for name in found if any(f"{name}.".startswith(f"{key}.") for key in keys)}
+
+    return differences(named(old.config), named(new.config))
+
+
+def numbers(config: TrainConfig) -> dict[str, Any]:
+    """Flat: the settings that decide the losses, but for seed and fold."""
+    every = config.trajectory | {key: getattr(config, key) for key in LENGTH}
+    return {key: value for key, value in every.items() if key not in REPLICATE}
+
+
+def varied_keys(*sweeps: Definition) -> set[str]:
+    """The keys that some grid varies, by its words, too."""
+    grids = [grid for sweep in sweeps for grid in (sweep.grid, *(part.grid for part in sweep.parts.values()))]
+    words = [word for grid in grids for of in grid.get("words", {}).values() for word in of]
+    return {key for grid in grids for key in grid} | {*map(key_of, words)}
 
 
 def to_line(run: PlannedRun) -> str:
@@ -336,6 +401,6 @@ def read_about(sweep_dir: Path) -> dict[str, Any]:
     return about
 
 
-def changes(old: TrainConfig, new: TrainConfig) -> str:
+def changes(old: TrainConfig, new: TrainConfig) -> list[str]:
     """Every setting that differs, whether or not it decides the numbers."""
-    return ", ".join(differences(*({**flatten(asdict(config)), **config.trajectory} for config in (old, new))))
+    return differences(*({**flatten(asdict(config)), **config.trajectory} for config in (old, new)))

@@ -14,14 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-from core.process import EXIT_DIVERGED, TORCHRUN, end_with_parent, guarded
+from core.process import EXIT_DIVERGED, PATIENCE, TORCHRUN, end_with_parent, guarded
 from core.rundir import read_status
 from core.schema import build
 from sweeps.claims import Launch
 from training.config import TrainConfig
 
 RANKS = str(Path(__file__).resolve())
-PATIENCE = 600  # seconds that a run has to finish its iteration and save
 ON_SLURM = "NANOQK_SLURM_RANKS"  # set for the ranks of a SLURM task
 LOOK = 0.5  # seconds between two looks at standard input
 

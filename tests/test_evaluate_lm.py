@@ -301,6 +301,13 @@ def test_a_runs_fault_stands_in_its_results(trained: Trained, corpus: Path, caps
 # What cannot be done is said
 
 
+def test_an_answer_may_be_a_number_in_a_task_file() -> None:
+    lm = NanoQK(build(config_of("mha", "none")), CharTokenizer("0123456789\n"), 2, torch.float64)
+    for scored, before in ((lm.loglikelihood, ["1"]), (lm.loglikelihood_rolling, [])):
+        number, text = (scored([SimpleNamespace(args=(*before, answer))]) for answer in (23, "23"))
+        assert number == text
+
+
 def test_cloze_asks_what_follows_in_the_held_out_text(run: Path, tmp_path: Path, quick_and_clean: None) -> None:
     out = tmp_path / "found.json"
     assert main([f"run={run}", "tasks=cloze", f"out={out}", "device=cpu"]) == 0
@@ -389,7 +396,9 @@ def test_what_tasks_lack_is_named(run: Path, tasks: Path, tmp_path: Path, capsys
     (tmp_path / "euro.yaml").write_text(text)
     text = (tasks / "last_word.yaml").read_text().replace("type: loglikelihood", "type: generate_until")
     (tmp_path / "writing.yaml").write_text(re.sub(r"- metric: .*\n", "", text).replace("last_word\n", "writing\n"))
+    (tmp_path / "cloze.yaml").write_text((tasks / "who_says.yaml").read_text().replace("who_says\n", "cloze\n"))
     for folder, words, said in (
+        (tmp_path, ["tasks=cloze"], "error: tasks=cloze: include_path= has a task of this name"),
         (tasks, ["tasks=who_says", "num_fewshot=6"], "error: tasks=who_says num_fewshot=6: ValueError"),
         (tmp_path, ["tasks=euro"], "U+20AC"),
         (tmp_path, ["tasks=writing"], "tasks= must be scored by log-likelihood"),

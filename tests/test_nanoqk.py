@@ -101,6 +101,27 @@ def test_a_signal_saves_and_then_raises(words: list[str], number: int) -> None:
     assert len(run.sample("to", num_samples=1, max_new_tokens=2)[0]) == 4
 
 
+def test_an_interrupt_that_is_repeated_ends_a_sweeps_workers(tmp_path: Path, corpus: Path) -> None:
+    sweep, folder = tiny_sweep(tmp_path, corpus, "max_iters=100000", "checkpoint_interval=100000"), tmp_path / "sweep"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def stop() -> None:
+        eventually(lambda: any(file.stat().st_size for file in folder.glob("*/metrics.jsonl")))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        eventually(lambda: signal.getsignal(signal.SIGINT) is signal.default_int_handler)  # the first was received
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            nanoqk.sweep(f"sweep={sweep}", f"sweep_dir={folder}", "launcher.workers=1")
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    assert [run.state for run in nanoqk.runs(folder)] == ["stopped"]
+
+
 def test_errors_are_the_command_lines(words: list[str], tmp_path: Path, corpus: Path, forked: Program) -> None:
     for script, *given in (
         ["train.py", *words, "model.n_embd=15"],

@@ -352,6 +352,49 @@ def test_a_new_point_joins_no_frozen_run_of_other_settings(tmp_path: Path, corpu
     assert "holds short with other settings" in launched(file, "sweep.parts=long", "dry_run=true", status=2)
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "words", "says"),
+    [
+        ({"seeds": [1]}, {"seeds": [2]}, ["optim.learning_rate=0.05"], "optim.learning_rate 0.001 -> 0.05"),
+        ({"folds": [0]}, {"folds": [1]}, ["max_iters=90"], "schedule.lr_decay_iters 60 -> 90, max_iters 60 -> 90"),
+        ({"grid.qk_norm": ["none"]}, {"grid.qk_norm": ["rms"]}, ["max_iters=90"], "max_iters 60 -> 90"),
+        ({"grid.qk_norm": ["none"]}, {"grid.qk_norm": ["rms"]}, ["data.tokenizer=byte"], "data.tokenizer char -> byte"),
+        (
+            {"grid": {"words": {"a": ["grad_clip=1.0"]}}, "seeds": [1]},
+            {"grid": {"words": {"a": ["grad_clip=2.0"]}}, "seeds": [2]},
+            [],
+            "grad_clip 1.0 -> 2.0",
+        ),
+        ({"seeds": [1]}, {"seeds": [2]}, ["log_interval=5", "threads=1", "optim.learning_rate=1e-3"], ""),
+        (
+            {"grid": {"words": {"a": ["grad_clip=1.0"]}}},
+            {"grid": {"words": {"b": ["grad_clip=2.0", "max_iters=90"]}}},
+            [],
+            "",
+        ),
+    ],
+)
+def test_a_run_of_a_new_seed_fold_or_point_has_the_settings_of_its_sweep(
+    first: dict[str, Any], then: dict[str, Any], words: list[str], says: str, tmp_path: Path, corpus: Path
+) -> None:
+    """Else a report would average, or pair, runs that differ in more than what the sweep varies."""
+    file = tiny_sweep(tmp_path, corpus)
+    frozen(file, first)
+    before = (tmp_path / "sweep" / "plan.jsonl").read_bytes()
+    if says:
+        with pytest.raises(ConfigError, match=f"with other settings: {says}; use another sweep_dir"):
+            frozen(file, then, *words)
+        assert (tmp_path / "sweep" / "plan.jsonl").read_bytes() == before
+    else:
+        assert len(frozen(file, then, *words)) > before.count(b"\n")
+
+
+def test_a_sweep_of_more_runs_than_can_be_planned_is_refused_at_once(tmp_path: Path, corpus: Path) -> None:
+    grid = {key: [i + 1 for i in range(50)] for key in ("seed_of", "batch_size", "max_iters")}
+    with pytest.raises(ConfigError, match="the sweep has 250,000 runs; more than 100,000 are never planned"):
+        plan_runs(load_sweep(str(tiny_sweep(tmp_path, corpus, grid=grid)), {}), [])
+
+
 def test_parts_are_chosen_before_their_grids_change(tmp_path: Path, corpus: Path) -> None:
     parts: dict[str, Any] = {"a": {"grid": {"qk_norm": ["rms"]}}}
     parts["b"] = {"grid": {"optim.learning_rate": [0.1]}, "on_request": True}

@@ -1,5 +1,6 @@
 """Plugins: a norm or a layout in a file of one's own is found, recorded, found again, or named as missing."""
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -108,6 +109,9 @@ def test_a_run_is_named_after_its_plugins_and_needs_them(words: list[str], tmp_p
     (tmp_path / "halves.py").write_text(PLUGIN)
     resumed = forked("train.py", *both, "schedule=constant", "out_dir=c", "max_iters=3")
     assert "warning: the plugin halves has changed" in resumed.stdout
+    versions = [hashlib.sha256(text.encode()).hexdigest() for text in (PLUGIN + "# changed\n", PLUGIN)]
+    assert nanoqk.Run(tmp_path / "c").summary["plugins"] == {"halves": ", ".join(versions)}
+    assert "has changed" in forked("sample.py", "run=c", *sample[2:]).stderr  # it was trained with another one, too
 
     (tmp_path / "halves.py").rename(tmp_path / "elsewhere.py")
     for command in (sample, ["train.py", *both], ["scripts/audit.py", f"run={run}"]):
@@ -312,6 +316,53 @@ def test_a_plugins_buffers_are_saved_or_made_again(words: list[str], tmp_path: P
     forked("train.py", *words, "out_dir=run", "schedule=constant")
     forked("train.py", *words, "out_dir=run", "schedule=constant", "max_iters=4")
     assert forked("sample.py", "run=run", "start=to be", "max_new_tokens=5", "num_samples=1").stderr == ""
+
+
+def test_what_a_plugin_imports_is_recorded_and_its_change_told(
+    words: list[str], tmp_path: Path, forked: Program
+) -> None:
+    (tmp_path / "halves.py").write_text("import shares\n" + PLUGIN)
+    (tmp_path / "shares.py").write_text("half = 0.5\n")
+    forked("train.py", *words, "out_dir=run", "schedule=constant")
+    assert {*nanoqk.Run(tmp_path / "run").summary["plugins"]} == {"halves", "shares.py"}
+    (tmp_path / "shares.py").write_text("half = 0.25\n")
+    told = "the plugin shares.py has changed"
+    assert told in forked("train.py", *words, "out_dir=run", "schedule=constant", "max_iters=4").stdout
+    assert told in forked("sample.py", "run=run", "start=to be", "num_samples=1", "plugins=[halves]").stderr
+    assert told in forked("train.py", *words, "out_dir=new", "init_from=run").stdout
+
+
+COUNTS = PLUGIN.replace(
+    "    def scale(self, x):",
+    """    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.updates, self.seen, self.longest = 0, None, 0
+        self.register_buffer("steps", torch.zeros(()))
+        self.log = lambda: None
+
+    def after_update(self):
+        self.steps += 1  # COUNT
+
+    def scale(self, x):
+        self.seen, self.longest = x.detach().mean(), max(self.longest, x.size(-2))""",
+)
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        ("self.updates += 1", "transformer.h.0.attn.q_norm.updates changes in training, and no checkpoint has it"),
+        ("self.mean = getattr(self, 'mean', 0) * 0.9 + self.seen", "q_norm.mean changes in training"),
+        ("", ""),
+    ],
+)
+def test_what_a_norm_remembers_outside_of_its_buffers_is_told(
+    count: str, said: str, words: list[str], tmp_path: Path, forked: Program
+) -> None:
+    assert "COUNT" in COUNTS
+    (tmp_path / "halves.py").write_text(COUNTS.replace("# COUNT", f"; {count}"))
+    lines = [line for line in forked("train.py", *words, "out_dir=run").stdout.splitlines() if "warning" in line]
+    assert [said in line for line in lines] == ([True] if said else [])
 
 
 def test_what_mla_cannot_decode_is_refused(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -744,6 +795,10 @@ def test_a_recipe_of_ones_own_is_listed_swept_or_refused_in_a_line(recipe: Path,
         refused = forked(*words, status=2).stderr.splitlines()[-1]
         assert refused.startswith("error: optim=noisy: Noisy.state: n of a parameter of shape (5, 4) is 3")
         assert not (recipe / "o").exists() and not (recipe / "runs").exists()
+    later = "super().step(); self.n = getattr(self, 'n', 0) + 1  # acts on the weights at iteration 1,000"
+    (recipe / "recipe.py").write_text(RECIPE.replace("super().step()", later, 1))
+    refused = forked("train.py", *tiny, "optim=noisy", "out_dir=o", status=2).stderr
+    assert refused.startswith("error: optim=noisy does not resume bit for bit") and not (recipe / "o").exists()
     (recipe / "recipe.py").write_text(RECIPE)
     optims = [run.config.optim for run in plan_runs(load_sweep("recipes.yaml", {}), [])]
     found = {(optim.name, optim.learning_rate) for optim in optims}

@@ -96,6 +96,20 @@ def test_what_is_ended_takes_its_children_along(
             os.kill(pid, signal.SIGKILL)
 
 
+def test_a_process_that_heeds_no_signal_is_killed_once_its_parent_is_gone() -> None:
+    """As a rank that waits for another one, which does not answer."""
+    program = (
+        "import signal, time\n"
+        "from core import process\n"
+        "process.PATIENCE = 0.5\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "process.end_with_parent(lambda: None)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=60).returncode == -signal.SIGKILL
+
+
 def test_a_forked_sibling_keeps_no_child_alive(tmp_path: Path) -> None:
     mark = {"TEST_MARK": str(tmp_path)}
     program = (

@@ -198,6 +198,18 @@ def test_a_report_made_again_still_says_that_a_plugin_changed(tmp_path: Path) ->
     assert f"**{said}.**" in text_of(again)
 
 
+def test_a_report_names_what_the_runs_of_one_setting_differ_in(tmp_path: Path) -> None:
+    """Sweeps of an earlier version may have such runs, and stored runs may be joined by those of other settings."""
+    made = Made(tmp_path / "sweep")
+    changes: list[dict[str, Any]] = [{}, {"batch_size": 2, "log_interval": 7}]
+    for fold, changed in enumerate(changes):
+        finish(made.plan("p=2", 1, fold, **changed), {0: 4.0, 40: 1.5})
+        finish(made.plan("p=3", 1, fold), {0: 4.0, 40: 1.5})
+    (said,) = caveats(sweep_of(made.path), [])
+    assert said == "the runs of p=2 differ in batch_size 64, 2: a mean over them is of no one setting"
+    assert f"**{said}.**" in text_of(sweep_of(made.path))
+
+
 def test_a_report_names_a_comparison_whose_baseline_is_no_setting(tmp_path: Path) -> None:
     compare = {"p": {"baseline": "p=2.0"}, "q": {"baseline": "p=2"}, "r": {"pairs": [["p=2", "p=5"]]}}
     made = Made(tmp_path / "sweep", compare=compare)

@@ -424,6 +424,7 @@ FALSIFIED: dict[str, Callable[[Path], None]] = {
     "train.json was changed": lambda entry: edited(entry / "train.json", "1", "2"),
     "was ended while it was written": lambda entry: (entry / NEXT).mkdir(),  # in it there may be another my_asinh.py
     "more.txt was changed, or is not": lambda entry: (entry / "more.txt").touch(),
+    r"\x1b[2J was changed, or is not": lambda entry: (entry / "\x1b[2J").touch(),  # would clear the terminal
     "had other plugins": lambda entry: falsify(entry, "asinh/", plugins={"my_asinh": "0"}),
     "its runs differ in device": lambda entry: falsify(entry, "asinh/", device="another"),
     "have another name or by= than": lambda entry: edited(entry / "provenance.json", "Ada", "Bob"),

@@ -1,7 +1,11 @@
 """The checks before a run trains: the model cannot see the future, batches differ, the losses are plausible. And what
 was not finite first, after it diverged."""
 
+import contextlib
+import copy
+import io
 import math
+import pickle
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -28,10 +32,17 @@ from model.diagnostics import (
 from model.gpt import GPT
 from training.evaluate import mean_loss
 from training.session import Batch, Session, is_compiled
-from training.updates import accumulate_gradients, drop_max_logits, rows_at_once, seed_of_update
+from training.updates import (
+    accumulate_gradients,
+    applying_weights_variant,
+    drop_max_logits,
+    rows_at_once,
+    seed_of_update,
+)
 
 LEAST_LOGIT_BOUND = 0.5  # |logits| up to 0.5: no key can get more than e times the weight of another one
 LEAST_TARGETS = 400  # held out: a token's loss has an SD of about 2 nats, so the mean of 400 is known to 2 / 20 = 0.1
+OURS = ("model", "torch")  # whose modules remember nothing that is not saved
 INITIAL_LOSS_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats
 
 
@@ -88,7 +99,7 @@ def start_up_checks(session: Session) -> list[str]:
         fatal.append(f"training repeats one batch: {repeated}")
     require(session.config.fault.name != "none" or not fatal, "; ".join(fatal))
     warnings = [*fatal, *target_warnings(x, y, text), *loss_warnings(session, x, y, text), *norm_warnings(session)]
-    warnings += [*attention_warnings(session), *held_out_warnings(session)]
+    warnings += [*attention_warnings(session), *held_out_warnings(session), *unsaved_warnings(session, x, y)]
     drop_max_logits(session)
     return warnings
 
@@ -162,6 +173,49 @@ def norm_warnings(session: Session) -> Iterator[str]:
     if bound < LEAST_LOGIT_BOUND:
         told = f"qk_norm={name} bounds every |logit| by {bound:.2g}, whatever the weights"
         yield f"{told}: attention stays nearly uniform"
+
+
+def unsaved_warnings(session: Session, x: Tensor, y: Tensor) -> Iterator[str]:
+    """A warning of what modules of plugins change as they train and no checkpoint has. x, y (B, T)."""
+    names = [name for name, part in session.model.named_modules() if type(part).__module__.split(".")[0] not in OURS]
+    if not names:
+        return
+    model = copy.deepcopy(session.model).train()
+    batch, alone = (x[:1, :16], y[:1, :16]), replace(session.machine, world=World())
+    seen: list[dict[str, bytes]] = []
+    for _ in range(3):  # the first may fill a cache
+        seed_generator(0, alone.device)  # what is kept of the last pass is then equal
+        accumulate_gradients(model, iter([batch]), 1, alone)
+        with applying_weights_variant(model):
+            pass
+        parts = [(name, model.get_submodule(name)) for name in names]
+        seen.append({f"{name}.{key}": value for name, part in parts for key, value in unsaved(part).items()})
+    if changed := [key for key, value in seen[2].items() if seen[1].get(key) != value]:
+        told = f"{changed[0]} changes in training, and no checkpoint has it: a run that is resumed has another one"
+        yield f"{told} (register_buffer() saves a tensor)"
+
+
+def unsaved(part: nn.Module) -> dict[str, bytes]:
+    """What a module remembers beside parameters, saved buffers and modules, by name."""
+    usual = vars(nn.Module()).keys()
+    own = {name: value for name, value in vars(part).items() if name not in usual}
+    own |= {name: part.get_buffer(name) for name in part._non_persistent_buffers_set}
+    found = {}
+    for name, value in own.items():
+        content = io.BytesIO()
+        with contextlib.suppress(Exception):  # a lambda, an open file: they hold no number
+            Pickler(content).dump(value)
+            found[name] = content.getvalue()
+    return found
+
+
+class Pickler(pickle.Pickler):
+    """Equal tensors give equal bytes, which PyTorch's own way does not promise."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        return bytes, (value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(),)
 
 
 def attention_warnings(session: Session) -> list[str]:

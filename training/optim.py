@@ -320,6 +320,7 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
             optimizer = Optimizer(model.to(device), config)
             for step in range(5):
                 update(model, optimizer, step)
+            before = [held_beside_state(one) for one, _ in optimizer.owned]
             resumed = copy.deepcopy(model)
             reloaded = Optimizer(resumed, config)
             reloaded.load(optimizer.tensors())
@@ -329,7 +330,13 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
     except Exception as error:
         raise ConfigError(f"{told}: {error if isinstance(error, ConfigError) else one_line(error)}") from error
     same = all(map(torch.equal, model.parameters(), resumed.parameters()))
+    same &= before == [held_beside_state(one) for one, _ in optimizer.owned]
     require(same, f"{told} does not resume bit for bit: all that it remembers must stand in self.state[p], as tensors")
+
+
+def held_beside_state(optimizer: Any) -> dict[str, str]:
+    """The numbers and texts among an optimizer's own attributes."""
+    return {name: repr(value) for name, value in vars(optimizer).items() if isinstance(value, int | float | str)}
 
 
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from core.plugins import remember
+from core.plugins import joined_versions, remember
 from core.rundir import RunDir
 from training.config import to_yaml
 from training.evaluate import find_lowest
@@ -46,7 +46,9 @@ def begin(session: Session, run_dir: RunDir, saved: RunState | None, warnings: l
     if config.fault.name != "none":  # whoever reads its losses later must see that they are wrong
         facts = replace(facts, fault=config.fault.name, start_up_warnings=warnings)
     if saved is not None:
-        facts = replace(facts, commit=", ".join(dict.fromkeys([*saved.facts.commits, *facts.commits])) or None)
+        plugins = joined_versions(saved.facts.plugins or {}, facts.plugins or {}) or None
+        commits = ", ".join(dict.fromkeys([*saved.facts.commits, *facts.commits])) or None
+        facts = replace(facts, commit=commits, plugins=plugins)
     start, records, due = (saved.step, saved.records, saved.evaluation_due) if saved else (0, {}, False)
     run_dir.begin(to_yaml(config), start, wandb_settings(config, run_dir.path, facts), records)
     resumed = f", resumed at iteration {start}" if saved else ""

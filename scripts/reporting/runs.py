@@ -13,10 +13,11 @@ from typing import Any
 from core.files import LINES_BYTES, file_sha256, is_intact, open_regular, parse_object, read_json
 from core.record import LINE_BYTES, is_number
 from core.rundir import KINDS, mistyped
-from core.schema import ConfigError, flatten, require, show
+from core.schema import FREE, ConfigError, declared, flatten, require, show
 from sweeps.definition import Definition, Part, check_sweep, part_and_name
-from sweeps.plan import PlannedRun, read_about, read_plan
+from sweeps.plan import LENGTH, REPLICATE, PlannedRun, read_about, read_plan
 from sweeps.status import State, state_of
+from training.config import TrainConfig
 from training.metrics import METRICS as METRIC_ROWS
 from training.metrics import REDUCTIONS, in_words, shown_in
 
@@ -152,8 +153,24 @@ class Sweep:
     @property
     def plugin_versions(self) -> Counter[str]:
         """Plugin -> how many different files of it the runs had."""
-        every = {(name, str(of)) for run in self.runs for name, of in (run.summary.get("plugins") or {}).items()}
+        recorded = [one for run in self.runs for one in (run.summary.get("plugins") or {}).items()]
+        every = {(name, version) for name, of in recorded for version in str(of).split(", ")}
         return Counter(name for name, _ in sorted(every))
+
+    @property
+    def mixed(self) -> dict[str, list[str]]:
+        """What runs of one setting differ in beside seed and fold, as "max_iters 100, 200" -> the settings."""
+        found: dict[str, list[str]] = {}
+        for setting, runs in self.by_setting.items():
+            every: dict[str, dict[str, None]] = {}  # the values of each key, in order
+            for run in runs.values():
+                text = {key: of for key, of in run.summary.items() if key == "corpus_sha256"}
+                for key, value in (run.config | text).items():
+                    every.setdefault(key, {})[show(value)] = None
+            several = [f"{key} {', '.join(of)}" for key, of in every.items() if len(of) > 1 and decides(key)]
+            for said in several:
+                found.setdefault(said, []).append(setting)
+        return found
 
     @property
     def metrics(self) -> list[Metric]:
@@ -184,6 +201,21 @@ class Sweep:
         """The paper's number for a setting: under its name, or under the first pattern that matches."""
         numbers = self.definition.paper.get(metric, {})
         return numbers.get(setting, next((v for key, v in numbers.items() if fnmatchcase(setting, key)), None))
+
+
+@cache
+def free_keys() -> set[str]:
+    """Of settings and groups that decide no loss."""
+    of_groups = [(f"{group}.", cls) for group, one in declared(TrainConfig).items() for cls in one.options.values()]
+    every = [
+        (prefix + name, one) for prefix, of in [("", TrainConfig), *of_groups] for name, one in declared(of).items()
+    ]
+    return {key for key, one in every if FREE in one.notes and key not in LENGTH}
+
+
+def decides(key: str) -> bool:
+    """Whether a setting decides the loss, beside seed and fold."""
+    return key not in REPLICATE and not {key, key.partition(".")[0]} & free_keys()
 
 
 # -----------------------------------------------------------------------------
