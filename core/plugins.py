@@ -62,8 +62,9 @@ def add_options(table: dict[str, type], options: type) -> str:
     require(name is not MISSING, f'{options.__name__} needs a name: write name: str = "my_word" in its class')
     plain = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None
     require(plain, f"{options.__name__}.name={name} must be a lower-case word")
-    taken = table.get(name, options).__module__
-    require(taken == options.__module__, f"{options.__name__}.name={name} is taken by {taken}")
+    taken = table.get(name, options)  # of the same name where its module is imported anew
+    same = (taken.__module__, taken.__name__) == (options.__module__, options.__name__)
+    require(same, f"{options.__name__}.name={name} is taken by {taken.__module__}.{taken.__name__}")
     table[name] = options
     return name
 

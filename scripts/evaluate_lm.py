@@ -53,7 +53,7 @@ def load_tasks(names: Sequence[str], own: Sequence[Path]) -> tuple[list[Any], An
     if not set(names) <= {CLOZE, *manager.all_tasks}:
         manager = lm_eval.tasks.TaskManager(include_path=own)
     taken = CLOZE in names and CLOZE in manager.task_index
-    require(not taken, f"tasks={CLOZE}: include_path= has a task of this name, which is our own's: give it another one")
+    require(not taken, f"tasks={CLOZE}: include_path= has a task of that name, too: give it another one")
     names = [name for name in names if name != CLOZE]
     known = [CLOZE, *manager.all_tasks]
     for name in names:

@@ -298,7 +298,10 @@ def merge_plans(
                 other, alike = of_point.get(plain(point)), changed_numbers
             if other is None:
                 other, alike = of_part.get(part_and_name(point, parts)[0]), partial(changed_words, varied)
-            if other is not None and (changed := alike(other, run)):
+            if other is None:
+                continue
+            changed = alike(other, run)
+            if changed:
                 there = point if plain(point) in map(plain, other.points) else other.points[0]
                 earlier, words = with_earlier_defaults(run.config, other.config)
                 advice = "use another sweep_dir"

@@ -398,7 +398,7 @@ def test_what_tasks_lack_is_named(run: Path, tasks: Path, tmp_path: Path, capsys
     (tmp_path / "writing.yaml").write_text(re.sub(r"- metric: .*\n", "", text).replace("last_word\n", "writing\n"))
     (tmp_path / "cloze.yaml").write_text((tasks / "who_says.yaml").read_text().replace("who_says\n", "cloze\n"))
     for folder, words, said in (
-        (tmp_path, ["tasks=cloze"], "error: tasks=cloze: include_path= has a task of this name"),
+        (tmp_path, ["tasks=cloze"], "error: tasks=cloze: include_path= has a task of that name, too"),
         (tasks, ["tasks=who_says", "num_fewshot=6"], "error: tasks=who_says num_fewshot=6: ValueError"),
         (tmp_path, ["tasks=euro"], "U+20AC"),
         (tmp_path, ["tasks=writing"], "tasks= must be scored by log-likelihood"),

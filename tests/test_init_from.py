@@ -27,7 +27,7 @@ from scripts.export_hf import export
 from scripts.import_checkpoint import ImportOptions, import_run
 from sweeps.launch import main as launch
 from sweeps.plan import read_plan
-from training.init_from import load_initial_weights, with_init_sha256
+from training.init_from import begun_with, load_initial_weights, with_init_sha256
 from training.session import setup
 
 OTHER = {"optim": {"name": "adamw", "learning_rate": 2e-2}}  # of the new run: a recipe of its own
@@ -216,6 +216,14 @@ def test_shuffled_windows_of_another_length_hold_out_other_text(
 
 def corpus_of(tokenizer: CharTokenizer) -> Corpus:
     return Corpus("0", tokenizer, random_tokens(tokenizer, 99).numpy(), Split(train=((0, 50),), val=((50, 99),)))
+
+
+def test_a_tokenizer_that_the_command_names_has_no_size_of_the_origins(trained: Trained, corpus: Path) -> None:
+    data = {"name": "text", "path": str(corpus), "tokenizer": "bpe", "vocab_size": 260}
+    origin = trained("bpe", data=data, max_iters=1)
+    size = {"tokenizer": "bpe", "vocab_size": 260}
+    for named, begun in (({}, size), ({"data.tokenizer": "bpe"}, size), ({"data.tokenizer": "char"}, None)):
+        assert begun_with({"init_from": origin, **named}).get("data") == begun
 
 
 @pytest.mark.parametrize("name", VARIANTS)

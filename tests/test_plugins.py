@@ -77,6 +77,15 @@ register_attention(ReversedOptions, Reversed)
 '''
 
 
+OTHER = """
+@options
+class Other(HalfOptions):
+    pass
+
+register_qk_norm(Other, Half)
+"""
+
+
 @pytest.fixture
 def words(tmp_path: Path, corpus: Path) -> list[str]:
     (tmp_path / "halves.py").write_text(PLUGIN)
@@ -161,7 +170,8 @@ def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytes
         ("venv.__main__", "", "plugins=[venv.__main__] registers no variant"),
         ("my_norms.__main__", "", "plugins=[my_norms.__main__] registers no variant"),
         ("torch", PLUGIN, "plugins=[torch]: {}/torch.py has the name of a module that is loaded already: rename it"),
-        ("again", PLUGIN.replace('"half"', '"rms"'), "HalfOptions.name=rms is taken by model.options"),
+        ("again", PLUGIN.replace('"half"', '"rms"'), "HalfOptions.name=rms is taken by model.options.RMSNormOptions"),
+        ("twice", PLUGIN + OTHER, "Other.name=half is taken by twice.HalfOptions"),
         ("bare", PLUGIN.replace("@options\n", ""), "HalfOptions needs @options (core.schema) above its class"),
         ("baseless", PLUGIN.replace("(QKNormOptions)", ""), "HalfOptions must derive from the options of its group"),
         ("untyped", PLUGIN.replace("name: str =", "name ="), "HalfOptions needs a name: write name: str"),
@@ -170,7 +180,7 @@ def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_a_plugin_that_cannot_be_used_is_named(
-    name: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins_undone: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if text:

@@ -190,7 +190,8 @@ def unsaved_warnings(session: Session, x: Tensor, y: Tensor) -> Iterator[str]:
             pass
         parts = [(name, model.get_submodule(name)) for name in names]
         seen.append({f"{name}.{key}": value for name, part in parts for key, value in unsaved(part).items()})
-    if changed := [key for key, value in seen[2].items() if seen[1].get(key) != value]:
+    changed = [key for key, value in seen[2].items() if seen[1].get(key) != value]
+    if changed:
         told = f"{changed[0]} changes in training, and no checkpoint has it: a run that is resumed has another one"
         yield f"{told} (register_buffer() saves a tensor)"
 

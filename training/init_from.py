@@ -130,7 +130,7 @@ def begun_with(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             return {}
         config, tokenizer = load_config(saved["config"]).gpt, from_dict(saved["tokenizer"])
     begun = asdict(config)
-    if tokenizer is not None and tokenizer.name in TOKENIZERS:
+    if tokenizer is not None and tokenizer.name in TOKENIZERS and given.get("data.tokenizer") in (None, tokenizer.name):
         size = tokenizer.vocab_size if tokenizer.name == "bpe" else None
         begun["data"] = {"tokenizer": tokenizer.name, "vocab_size": size}
     return begun

@@ -162,14 +162,13 @@ class Sweep:
         """What runs of one setting differ in beside seed and fold, as "max_iters 100, 200" -> the settings."""
         found: dict[str, list[str]] = {}
         for setting, runs in self.by_setting.items():
-            every: dict[str, dict[str, None]] = {}  # the values of each key, in order
-            for run in runs.values():
-                text = {key: of for key, of in run.summary.items() if key == "corpus_sha256"}
-                for key, value in (run.config | text).items():
-                    every.setdefault(key, {})[show(value)] = None
-            several = [f"{key} {', '.join(of)}" for key, of in every.items() if len(of) > 1 and decides(key)]
-            for said in several:
-                found.setdefault(said, []).append(setting)
+            texts = ({key: of for key, of in run.summary.items() if key == "corpus_sha256"} for run in runs.values())
+            configs = [run.config | text for run, text in zip(runs.values(), texts, strict=True)]
+            first = configs[0]
+            for key in dict.fromkeys(key for one in configs for key in one if one[key] != first.get(key, one[key])):
+                values = dict.fromkeys(show(one[key]) for one in configs if key in one)
+                if decides(key):
+                    found.setdefault(f"{key} {', '.join(values)}", []).append(setting)
         return found
 
     @property
