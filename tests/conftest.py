@@ -38,7 +38,7 @@ from core.files import cache_folder
 from core.modules import FINDER
 from core.plugins import LOADED, NAMED
 from model.kernels import operators
-from model.options import LogitsOptions, LpNormOptions, QKNormOptions
+from model.options import AttentionOptions, LogitsOptions, LpNormOptions, QKNormOptions
 from training.config import OptimizerOptions, ScheduleOptions, TrainConfig
 
 __all__ = ["folder", "outcome", "parquet", "shards"]  # fixtures of every test file
@@ -203,7 +203,7 @@ def run_python(
 @pytest.fixture
 def plugins_undone() -> Iterator[None]:
     """What plugins register in this process is undone when the test ends, and their modules are forgotten."""
-    bases: tuple[Any, ...] = (QKNormOptions, LogitsOptions, OptimizerOptions, ScheduleOptions)
+    bases: tuple[Any, ...] = (AttentionOptions, QKNormOptions, LogitsOptions, OptimizerOptions, ScheduleOptions)
     yield
     for name in (modules := [*FINDER.folders]):
         sys.modules.pop(name, None)
