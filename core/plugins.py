@@ -62,7 +62,7 @@ def add_options(table: dict[str, type], options: type) -> str:
     require(name is not MISSING, f'{options.__name__} needs a name: write name: str = "my_word" in its class')
     plain = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None
     require(plain, f"{options.__name__}.name={name} must be a lower-case word")
-    taken = table.get(name, options)  # of the same name where its module is imported anew
+    taken = table.get(name, options)  # a module that is imported again registers the same class again
     same = (taken.__module__, taken.__name__) == (options.__module__, options.__name__)
     require(same, f"{options.__name__}.name={name} is taken by {taken.__module__}.{taken.__name__}")
     table[name] = options
@@ -167,11 +167,9 @@ def import_plugin(name: str, found: Found) -> None:
 
 
 def plugin_hashes(names: Iterable[str]) -> dict[str, str]:
-    """What a run records: the SHA-256 of each loaded plugin's file, and of each that it imports beside it, by name."""
-    loaded = [(name, LOADED[name]) for name in names if name in LOADED]
-    return {
-        name if file == found.main else file: sha256 for name, found in loaded for file, sha256 in found.files.items()
-    }
+    """What a run records of each loaded plugin: the SHA-256 of its file, of several files that of their list."""
+    loaded = {name: LOADED[name] for name in names if name in LOADED}
+    return {name: one.sha256 if len(one.files) > 1 else one.files[one.main] for name, one in loaded.items()}
 
 
 def joined_versions(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
@@ -181,12 +179,14 @@ def joined_versions(before: Mapping[str, str], now: Mapping[str, str]) -> dict[s
 
 
 def changed_plugins(recorded: Mapping[str, str]) -> list[str]:
-    """What there is to say of the loaded plugins whose file is not the one that a run has recorded."""
-    here = plugin_hashes(LOADED)
+    """What there is to say of the loaded plugins whose files are not those that a run has recorded."""
+    here = plugin_hashes(recorded)
+    earlier = {name: LOADED[name].files[LOADED[name].main] for name in here}  # recorded of any plugin by old versions
     return [
-        f"the plugin {name} has changed: its SHA-256 is {here.get(name, 'unknown')[:12]}, the run's {str(sha256)[:12]}"
+        f"the plugin {name} has changed: its SHA-256 is {here.get(name, 'unknown')[:12]}, the run's "
+        + ", ".join(version[:12] for version in str(sha256).split(", "))
         for name, sha256 in recorded.items()
-        if here.get(name) != sha256
+        if sha256 not in (here.get(name), earlier.get(name))
     ]
 
 

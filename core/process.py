@@ -100,7 +100,7 @@ def status_of(run: Callable[[], int]) -> int:
     except SystemExit as end:  # a plugin's, or a library's
         if isinstance(end.code, int) and end.code > 128:  # a signal
             raise
-        print(f"failed: {in_one_line(one_line(end))}: it is not for a part of a program to end it", file=sys.stderr)
+        print(f"failed: {printable(one_line(end))}: it is not for a part of a program to end it", file=sys.stderr)
     except OSError as error:  # a full disk, say
         if error.errno == errno.ENAMETOOLONG:
             return refuse(f"{error.filename} is too long for a path")
@@ -251,7 +251,7 @@ PATIENCE = 600  # seconds that a run has to finish its iteration and save
 
 def end_with_parent(wait: Callable[[], Any], number: int = signal.SIGTERM) -> None:
     """Send this process a signal, SIGKILL to the group that it leads, when wait() returns: its parent has ended. After
-    PATIENCE follows SIGKILL: while it waits for a rank that does not answer, no handler is called."""
+    PATIENCE comes SIGKILL, as Python calls no handler while it waits for a rank that does not answer."""
 
     def watch() -> None:
         wait()

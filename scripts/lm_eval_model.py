@@ -45,7 +45,7 @@ class NanoQK(TemplateLM):
         return int(self.ours.encode("\n")[0]) if "\n" in vocabulary else 0
 
     def tok_encode(self, string: Any, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """string: lm_eval hands an answer on as the number that a task file has."""
+        """string: text, or a number where a task file has one as an answer."""
         return self.ours.encode(str(string)).tolist()
 
     # Log-likelihoods

@@ -236,8 +236,9 @@ def launch(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun], hint: 
     with StopSignal() as stop:
         try:
             trouble = supervise(runs, states, launcher, tries, asked.fail_fast, stop)
-        finally:
-            launcher.stop()  # after an error too, as a notebook, which lives on, would keep its workers
+        except BaseException:
+            launcher.abandon()  # a notebook lives on, and so would its workers
+            raise
     states = {run.id: state_of(sweep_dir, run, name) for run in runs}
     counts = tally(states.values())
     if stop.signal:
@@ -285,6 +286,7 @@ def supervise(
         running = [s for s in states.values() if s.state == "running"]
         trouble = launcher.failure()
         if stop.signal or trouble or (failed and fail_fast) or not (left or running):
+            launcher.stop()
             return trouble
         waiting = sum(s.state != "running" for s in left)
         ours = sum(s.launch_tries > 0 for s in running)  # other launchers' runs need none of our workers

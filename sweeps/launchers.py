@@ -20,9 +20,9 @@ from typing import Annotated, Any
 
 from core.files import ROOT, open_regular
 from core.plugins import handed_on
-from core.process import available_cpus, input_for_life, start_bound
+from core.process import PATIENCE, available_cpus, input_for_life, start_bound
 from core.schema import AtLeast, ConfigError, Help, options, require, show
-from sweeps.ranks import PATIENCE, stop_once
+from sweeps.ranks import stop_once
 from sweeps.worker import RESTART, WORKER
 
 SQUEUE_EVERY = 5.0  # seconds between two calls of squeue
@@ -151,6 +151,11 @@ class Local:
         if self.deaths >= 3 * self.workers:
             return f"workers die as soon as they start: see {self.log(self.died)}"
         return None
+
+    def abandon(self) -> None:
+        """Tell the workers to save and end, without waiting for them."""
+        for process in self.processes():
+            process.terminate()
 
     def stop(self) -> None:
         """Have each worker save its run and end. KeyboardInterrupt during that kills them."""
@@ -333,6 +338,9 @@ class Slurm:
             shared = "" if self.log.exists() else ", which does not exist: do all nodes share its file system?"
             return f"SLURM tasks die as soon as they start: see {self.log}{shared}"
         return None
+
+    def abandon(self) -> None:
+        """The tasks go on, as they do where the launcher is killed."""
 
     def stop(self) -> None:
         (self.sweep_dir / "launches" / f"{self.launch}.stop").touch()  # for tasks that are about to start

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -23,7 +23,7 @@ from core import cli
 from core.files import FileLock, is_intact, parse_object, read_json, read_regular, sealed, write_atomic, write_json
 from core.git import commit, short, uncommitted
 from core.process import say
-from core.schema import ConfigError, convert, differences, flatten, require, show, with_earlier_defaults
+from core.schema import FREE, ConfigError, convert, declared, differences, flatten, require, show, with_earlier_defaults
 from sweeps.definition import Definition, Part, check_sweep, part_and_name, plain
 from training.config import TrainConfig, load_config, stored_config
 
@@ -39,13 +39,10 @@ SAME_ALPHA = (
     "p differs and α starts from one value, so this comparison measures temperature as well; "
     "qk_norm.alpha_init=matched starts every p at the same temperature"
 )
-MOST_RUNS = 100_000  # planned in ten minutes
+MOST_RUNS = 100_000  # planning so many takes ten minutes
 REPLICATE = ("seed", "data.fold")  # what runs of one point may differ in
-LENGTH = (
-    "max_iters",
-    "eval_interval",
-    "dtype",
-)  # FREE, as a run may be resumed with others; yet they decide its numbers
+LENGTH = ("max_iters", "eval_interval", "dtype")  # FREE, since a run may be resumed with others, but they decide losses
+PRESETS = ("model", "experiment", "init_from")  # each decides many settings
 REPORT_KEYS = ("title", "compare", "also", "paper")  # of a definition: no run depends on them
 
 
@@ -255,7 +252,7 @@ def freeze(
 
 
 def frozen_runs(sweep_dir: Path) -> dict[str, PlannedRun]:
-    """Those of plan.jsonl, by id; {} before there is one."""
+    """The runs of plan.jsonl, by id; {} where there is no plan."""
     return {run.id: run for run in read_plan(sweep_dir)} if (sweep_dir / "plan.jsonl").exists() else {}
 
 
@@ -283,33 +280,39 @@ def merge_plans(
     sweep_dir: Path, frozen: Mapping[str, PlannedRun], sweep: Definition, runs: list[PlannedRun]
 ) -> dict[str, PlannedRun]:
     """The frozen runs and the new ones, by id. A frozen run keeps its config, and may gain points of a new part. A new
-    one is as others of its point but for seed and fold, and as others of its part but for what a grid varies."""
+    run must equal those of its point but for seed and fold, and those of its part but for what a grid varies."""
     old = check_sweep(read_about(sweep_dir).get("sweep", {}))
-    parts, varied = {*old.parts, *sweep.parts}, varied_keys(old, sweep)
+    parts = {*old.parts, *sweep.parts}
     planned = {(plain(point), run.fold, run.seed): run for run in frozen.values() for point in run.points}
     of_point = {point: run for (point, _, _), run in planned.items()}
-    of_part = {part_and_name(run.points[0], parts)[0]: run for run in frozen.values()}
+    of_part = {part_and_name(point, parts)[0]: run for point, run in of_point.items()}
     merged = dict(frozen)
+
+    def refuse_change(run: PlannedRun, point: str) -> None:
+        other = planned.get((plain(point), run.fold, run.seed), frozen.get(run.id))
+        changed, new = all_changes, False
+        if other is None:
+            part = part_and_name(point, parts)[0]
+            other, new = of_point.get(plain(point), of_part.get(part)), plain(point) not in of_point
+            changed = partial(changed_numbers, varied_keys(part, old, sweep) if new else ())
+        found = changed(other, run) if other is not None else []
+        if other is None or not found:
+            return
+        there = point if plain(point) in map(plain, other.points) else other.points[0]
+        told = f"holds {there} with other settings: {', '.join(found)}"
+        advice = "use another sweep_dir"
+        if new:
+            told = f"holds {there}, from which {point} differs in more than the grid varies: {', '.join(found)}"
+            advice = f"name that in grid.words or in a part of its own, else {advice}"
+        earlier, words = with_earlier_defaults(run.config, other.config)
+        if words and not changed(other, replace(run, id=other.id, config=earlier)):
+            begun = f"add {' '.join(words)}, the default when it was planned"
+            advice = f"{begun}, to the command or to the point's words, else {advice}"
+        raise ConfigError(f"sweep_dir={sweep_dir} {told}; {advice}")
+
     for run in runs:
         for point in run.points:
-            alike: Callable[[PlannedRun, PlannedRun], list[str]] = all_changes
-            other = planned.get((plain(point), run.fold, run.seed), frozen.get(run.id))
-            if other is None:
-                other, alike = of_point.get(plain(point)), changed_numbers
-            if other is None:
-                other, alike = of_part.get(part_and_name(point, parts)[0]), partial(changed_words, varied)
-            if other is None:
-                continue
-            changed = alike(other, run)
-            if changed:
-                there = point if plain(point) in map(plain, other.points) else other.points[0]
-                earlier, words = with_earlier_defaults(run.config, other.config)
-                advice = "use another sweep_dir"
-                if words and not alike(other, replace(run, id=other.id, config=earlier)):
-                    begun = f"add {' '.join(words)}, the default when it was planned"
-                    advice = f"{begun}, to the command or to the point's words, else {advice}"
-                told = f"holds {there} with other settings: {', '.join(changed)}"
-                raise ConfigError(f"sweep_dir={sweep_dir} {told}; {advice}")
+            refuse_change(run, point)
         known = merged.setdefault(run.id, run)
         names = {plain(point) for point in known.points}
         merged[run.id] = replace(known, points=[*known.points, *(p for p in run.points if plain(p) not in names)])
@@ -317,36 +320,40 @@ def merge_plans(
 
 
 def all_changes(old: PlannedRun, new: PlannedRun) -> list[str]:
-    """What differs where it is to be the same run."""
+    """The settings that differ between two plans of one run."""
     return changes(old.config, new.config) or ([f"id {old.id} -> {new.id}"] if old.id != new.id else [])
 
 
-def changed_numbers(old: PlannedRun, new: PlannedRun) -> list[str]:
-    """What differs but seed and fold, and decides the losses."""
-    return differences(numbers(old.config), numbers(new.config))
+def changed_numbers(varied: Collection[str], old: PlannedRun, new: PlannedRun) -> list[str]:
+    """The settings that differ and decide the losses, but for seed, fold and `varied` keys and groups."""
+    flat = [flatten(asdict(run.config)) for run in (old, new)]
+    found = [key for key in {**flat[0], **flat[1]} if decides(key) and not any(belongs(key, one) for one in varied)]
+    return differences(*({key: of[key] for key in found if key in of} for of in flat))
 
 
-def changed_words(varied: Collection[str], old: PlannedRun, new: PlannedRun) -> list[str]:
-    """changed_numbers() of what the overrides name differently, but for `varied` keys."""
-    given = [{key_of(word): word for word in run.overrides} for run in (old, new)]
-    keys = {key for of in given for key in of if key not in varied and given[0].get(key) != given[1].get(key)}
-
-    def named(config: TrainConfig) -> dict[str, Any]:
-        found = numbers(config)
-        return {name: found[name] for name in found if any(f"{name}.".startswith(f"{key}.") for key in keys)}
-
-    return differences(named(old.config), named(new.config))
+def belongs(key: str, group: str) -> bool:
+    """Whether a setting is `group` or of that group, or may follow from it, as anything may from PRESETS."""
+    return group in PRESETS or f"{key}.".startswith(f"{group}.")
 
 
-def numbers(config: TrainConfig) -> dict[str, Any]:
-    """Flat: the settings that decide the losses, but for seed and fold."""
-    every = config.trajectory | {key: getattr(config, key) for key in LENGTH}
-    return {key: value for key, value in every.items() if key not in REPLICATE}
+@functools.cache
+def free_keys() -> set[str]:
+    """The FREE settings and groups, which do not decide the losses, but for LENGTH."""
+    groups: list[tuple[str, Any]] = [("", TrainConfig)]
+    for group, one in declared(TrainConfig).items():
+        groups += [(f"{group}.", cls) for cls in one.options.values()]
+    free = {prefix + name for prefix, cls in groups for name, one in declared(cls).items() if FREE in one.notes}
+    return free - {*LENGTH}
 
 
-def varied_keys(*sweeps: Definition) -> set[str]:
-    """The keys that some grid varies, by its words, too."""
-    grids = [grid for sweep in sweeps for grid in (sweep.grid, *(part.grid for part in sweep.parts.values()))]
+def decides(key: str) -> bool:
+    """Whether a setting decides the losses; seed and fold do not count."""
+    return key not in REPLICATE and not {key, key.partition(".")[0]} & free_keys()
+
+
+def varied_keys(part: str, *sweeps: Definition) -> set[str]:
+    """The keys that the grids of a part vary, and those that their `words` set."""
+    grids = [grid for sweep in sweeps for grid in (sweep.grid, sweep.parts.get(part, Part()).grid)]
     words = [word for grid in grids for of in grid.get("words", {}).values() for word in of]
     return {key for grid in grids for key in grid} | {*map(key_of, words)}
 

@@ -32,7 +32,7 @@ def train_on_ranks(config: TrainConfig, launch: Launch) -> int:
     """train.run(config) in launch.ranks processes. Returns 0 done, 3 diverged, 1 failed, 128 + n stopped by signal n:
     by status.json, since torchrun's own exit status does not tell how the run ended."""
     arguments = ["--standalone", f"--nproc_per_node={launch.ranks}"]
-    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(PATIENCE)}
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(PATIENCE - 60)}  # before torchrun is killed, too
     if launch.slurm:
         arguments.append("--signals-to-handle=SIGINT")
         environment[ON_SLURM] = "1"

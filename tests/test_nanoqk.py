@@ -119,7 +119,7 @@ def test_an_interrupt_that_is_repeated_ends_a_sweeps_workers(tmp_path: Path, cor
     finally:
         thread.join()
         signal.signal(signal.SIGINT, before)
-    assert [run.state for run in nanoqk.runs(folder)] == ["stopped"]
+    eventually(lambda: [run.state for run in nanoqk.runs(folder)] == ["stopped"])
 
 
 def test_errors_are_the_command_lines(words: list[str], tmp_path: Path, corpus: Path, forked: Program) -> None:

@@ -352,37 +352,44 @@ def test_a_new_point_joins_no_frozen_run_of_other_settings(tmp_path: Path, corpu
     assert "holds short with other settings" in launched(file, "sweep.parts=long", "dry_run=true", status=2)
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "words", "says"),
-    [
-        ({"seeds": [1]}, {"seeds": [2]}, ["optim.learning_rate=0.05"], "optim.learning_rate 0.001 -> 0.05"),
-        ({"folds": [0]}, {"folds": [1]}, ["max_iters=90"], "schedule.lr_decay_iters 60 -> 90, max_iters 60 -> 90"),
-        ({"grid.qk_norm": ["none"]}, {"grid.qk_norm": ["rms"]}, ["max_iters=90"], "max_iters 60 -> 90"),
-        ({"grid.qk_norm": ["none"]}, {"grid.qk_norm": ["rms"]}, ["data.tokenizer=byte"], "data.tokenizer char -> byte"),
-        (
-            {"grid": {"words": {"a": ["grad_clip=1.0"]}}, "seeds": [1]},
-            {"grid": {"words": {"a": ["grad_clip=2.0"]}}, "seeds": [2]},
-            [],
-            "grad_clip 1.0 -> 2.0",
-        ),
-        ({"seeds": [1]}, {"seeds": [2]}, ["log_interval=5", "threads=1", "optim.learning_rate=1e-3"], ""),
-        (
-            {"grid": {"words": {"a": ["grad_clip=1.0"]}}},
-            {"grid": {"words": {"b": ["grad_clip=2.0", "max_iters=90"]}}},
-            [],
-            "",
-        ),
-    ],
-)
+NONE, RMS = {"grid.qk_norm": ["none"]}, {"grid.qk_norm": ["rms"]}
+RATES = {"rates": {"grid": {"optim.learning_rate": [1e-3]}}, "norms": {"grid": {"qk_norm": ["none"]}}}
+Grown = tuple[dict[str, Any], list[str], dict[str, Any], list[str], str]
+GROWN: dict[str, Grown] = {  # two launches, each with its changes of the sweep and its words; what the second is told
+    "seed": ({"seeds": [1]}, [], {"seeds": [2]}, ["optim.learning_rate=0.05"], "optim.learning_rate 0.001 -> 0.05"),
+    "fold": ({"folds": [0]}, [], {"folds": [1]}, ["max_iters=90"], "max_iters 60 -> 90"),
+    "value": (NONE, [], RMS, ["max_iters=90"], "max_iters 60 -> 90"),
+    "group": (NONE, [], RMS, ["data.tokenizer=byte"], "data.tokenizer char -> byte"),
+    "label": (
+        {"grid": {"words": {"a": ["grad_clip=1.0"]}}, "seeds": [1]}, [],
+        {"grid": {"words": {"a": ["grad_clip=2.0"]}}, "seeds": [2]}, [], "grad_clip 1.0 -> 2.0",
+    ),
+    "part": (
+        {}, [], {"parts": ["norms"], **RMS}, ["optim.learning_rate=0.05"], "optim.learning_rate 0.001 -> 0.05",
+    ),
+    "seed, with what decides nothing": (
+        {"seeds": [1]}, [], {"seeds": [2]}, ["log_interval=5", "threads=1", "optim=adamw"], "",
+    ),
+    "words": (
+        {"grid": {"words": {"a": ["grad_clip=1.0"]}}}, [],
+        {"grid": {"words": {"b": ["grad_clip=2.0", "max_iters=90"]}}}, [], "",
+    ),
+    "option": ({"grid.qk_norm": ["lp"]}, ["qk_norm.p=3"], RMS, [], ""),
+    "length": ({"grid": {"max_iters": [60]}}, [], {"grid": {"max_iters": [90]}}, ["schedule=cosine"], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GROWN)
 def test_a_run_of_a_new_seed_fold_or_point_has_the_settings_of_its_sweep(
-    first: dict[str, Any], then: dict[str, Any], words: list[str], says: str, tmp_path: Path, corpus: Path
+    kind: str, tmp_path: Path, corpus: Path
 ) -> None:
     """Else a report would average, or pair, runs that differ in more than what the sweep varies."""
-    file = tiny_sweep(tmp_path, corpus)
-    frozen(file, first)
+    first, begun, then, words, says = GROWN[kind]
+    file = tiny_sweep(tmp_path, corpus, **({"grid": {}, "parts": RATES} if kind == "part" else {}))
+    frozen(file, first, *begun)
     before = (tmp_path / "sweep" / "plan.jsonl").read_bytes()
     if says:
-        with pytest.raises(ConfigError, match=f"with other settings: {says}; use another sweep_dir"):
+        with pytest.raises(ConfigError, match=f": {says}; .*use another sweep_dir"):
             frozen(file, then, *words)
         assert (tmp_path / "sweep" / "plan.jsonl").read_bytes() == before
     else:

@@ -206,7 +206,7 @@ def test_a_report_names_what_the_runs_of_one_setting_differ_in(tmp_path: Path) -
         finish(made.plan("p=2", 1, fold, **changed), {0: 4.0, 40: 1.5})
         finish(made.plan("p=3", 1, fold), {0: 4.0, 40: 1.5})
     (said,) = caveats(sweep_of(made.path), [])
-    assert said == "the runs of p=2 differ in batch_size 64, 2: a mean over them is of no one setting"
+    assert said == "the runs of p=2 differ in batch_size 2, 64: their mean mixes several settings"
     assert f"**{said}.**" in text_of(sweep_of(made.path))
 
 

@@ -259,9 +259,9 @@ REFUSED = {
     "name: rms": "name=rms must be a lower-case word, and not rms, none or final",
     "seeds: [1]": "seeds=[1] is unknown",
     "overrides: ['plugins=[gone]', logits=gone]": "no module gone",
-    'by: "Ada\\nBob"': "must be a line without <, >, | and [",
-    "by: <!-- end -->": "by=<!-- end --> must be a line without <, >, | and [",
-    'by: "![](https://a.b/c.png)"': "by=![](https://a.b/c.png) must be a line without <, >, | and [",
+    'by: "Ada\\nBob"': "must be a line without <, >, | and ](",
+    "by: <!-- end -->": "by=<!-- end --> must be a line without <, >, | and ](",
+    'by: "![](https://a.b/c.png)"': "by=![](https://a.b/c.png) must be a line without <, >, | and ](",
 }
 
 

@@ -2,7 +2,6 @@
 was not finite first, after it diverged."""
 
 import contextlib
-import copy
 import io
 import math
 import pickle
@@ -42,7 +41,7 @@ from training.updates import (
 
 LEAST_LOGIT_BOUND = 0.5  # |logits| up to 0.5: no key can get more than e times the weight of another one
 LEAST_TARGETS = 400  # held out: a token's loss has an SD of about 2 nats, so the mean of 400 is known to 2 / 20 = 0.1
-OURS = ("model", "torch")  # whose modules remember nothing that is not saved
+OURS = ("model", "torch")  # packages whose modules need no check
 INITIAL_LOSS_TOLERANCE, CROSS_ENTROPY_TOLERANCE = 0.3, 0.01  # nats
 
 
@@ -176,35 +175,40 @@ def norm_warnings(session: Session) -> Iterator[str]:
 
 
 def unsaved_warnings(session: Session, x: Tensor, y: Tensor) -> Iterator[str]:
-    """A warning of what modules of plugins change as they train and no checkpoint has. x, y (B, T)."""
-    names = [name for name, part in session.model.named_modules() if type(part).__module__.split(".")[0] not in OURS]
+    """A warning of what plugins' modules change from update to update and no checkpoint has. x, y (B, T)."""
+    every = session.model.named_modules()
+    names = [name for name, part in every if type(part).__module__.split(".")[0] not in OURS]
     if not names:
         return
-    model = copy.deepcopy(session.model).train()
+    model = GPT(session.config.gpt, session.model.vocab_size)  # a copy might fail, as of a tensor with its graph
+    model.init_weights(session.config.seed)
+    model.to(session.machine.device).train()
     batch, alone = (x[:1, :16], y[:1, :16]), replace(session.machine, world=World())
     seen: list[dict[str, bytes]] = []
     for _ in range(3):  # the first may fill a cache
-        seed_generator(0, alone.device)  # what is kept of the last pass is then equal
+        seed_generator(0, alone.device)  # so that equal updates leave equal values of the last one, which are no state
         accumulate_gradients(model, iter([batch]), 1, alone)
-        with applying_weights_variant(model):
-            pass
+        with applying_weights_variant(model):  # calls after_update()
+            model.zero_grad()
         parts = [(name, model.get_submodule(name)) for name in names]
         seen.append({f"{name}.{key}": value for name, part in parts for key, value in unsaved(part).items()})
     changed = [key for key, value in seen[2].items() if seen[1].get(key) != value]
     if changed:
-        told = f"{changed[0]} changes in training, and no checkpoint has it: a run that is resumed has another one"
-        yield f"{told} (register_buffer() saves a tensor)"
+        told = (
+            f"{changed[0]} changes in training, but checkpoints do not save it: a resumed run starts with another value"
+        )
+        yield f"{told} (save a tensor by register_buffer())"
 
 
 def unsaved(part: nn.Module) -> dict[str, bytes]:
-    """What a module remembers beside parameters, saved buffers and modules, by name."""
+    """What a module has beside parameters, saved buffers and modules, by name."""
     usual = vars(nn.Module()).keys()
     own = {name: value for name, value in vars(part).items() if name not in usual}
     own |= {name: part.get_buffer(name) for name in part._non_persistent_buffers_set}
     found = {}
     for name, value in own.items():
         content = io.BytesIO()
-        with contextlib.suppress(Exception):  # a lambda, an open file: they hold no number
+        with contextlib.suppress(Exception):  # a lambda or an open file cannot be compared
             Pickler(content).dump(value)
             found[name] = content.getvalue()
     return found

@@ -93,7 +93,9 @@ def warnings_of(origin: Origin, config: TrainConfig, corpus: Corpus) -> list[str
     theirs = load_config(origin.state["config"])
     if theirs.fault.name != "none":
         warnings.append(f"was trained with fault={theirs.fault.name}")
-    warnings += [f"is another function here: {said}" for said in changed_plugins(origin.state.get("plugins") or {})]
+    warnings += [
+        f"may compute something else here: {said}" for said in changed_plugins(origin.state.get("plugins") or {})
+    ]
     if origin.state.get("corpus_sha256") == corpus.sha256:
         if trained_on_held_out(theirs, corpus):
             warnings.append("was trained on text that this run holds out: the validation loss is too low")

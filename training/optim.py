@@ -320,7 +320,7 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
             optimizer = Optimizer(model.to(device), config)
             for step in range(5):
                 update(model, optimizer, step)
-            before = [held_beside_state(one) for one, _ in optimizer.owned]
+            before = [attributes(one) for one, _ in optimizer.owned]
             resumed = copy.deepcopy(model)
             reloaded = Optimizer(resumed, config)
             reloaded.load(optimizer.tensors())
@@ -329,13 +329,16 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
                 update(resumed, reloaded, step)
     except Exception as error:
         raise ConfigError(f"{told}: {error if isinstance(error, ConfigError) else one_line(error)}") from error
+    rule = "all that it remembers must stand in self.state[p], as tensors"
     same = all(map(torch.equal, model.parameters(), resumed.parameters()))
-    same &= before == [held_beside_state(one) for one, _ in optimizer.owned]
-    require(same, f"{told} does not resume bit for bit: all that it remembers must stand in self.state[p], as tensors")
+    require(same, f"{told} does not resume bit for bit: {rule}")
+    after = [attributes(one) for one, _ in optimizer.owned]
+    changed = [name for one, then in zip(after, before, strict=True) for name in one if one[name] != then.get(name)]
+    require(not changed, f"{told} counts in self.{', self.'.join(changed)}, which no checkpoint has: {rule}")
 
 
-def held_beside_state(optimizer: Any) -> dict[str, str]:
-    """The numbers and texts among an optimizer's own attributes."""
+def attributes(optimizer: Any) -> dict[str, str]:
+    """The numbers and texts that an optimizer has beside its state."""
     return {name: repr(value) for name, value in vars(optimizer).items() if isinstance(value, int | float | str)}
 
 

@@ -136,7 +136,7 @@ def caveats(sweep: Sweep, families: Sequence[Family]) -> list[str]:
     for name, n in sweep.plugin_versions.items():
         found += [f"the plugin {name} changed between runs: {n} versions of it are compared"] * (n > 1)
     for said, settings in sweep.mixed.items():
-        found.append(f"the runs of {', '.join(settings)} differ in {said}: a mean over them is of no one setting")
+        found.append(f"the runs of {', '.join(settings)} differ in {said}: their mean mixes several settings")
     return [said for said in found if said]
 
 

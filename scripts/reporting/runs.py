@@ -13,11 +13,10 @@ from typing import Any
 from core.files import LINES_BYTES, file_sha256, is_intact, open_regular, parse_object, read_json
 from core.record import LINE_BYTES, is_number
 from core.rundir import KINDS, mistyped
-from core.schema import FREE, ConfigError, declared, flatten, require, show
+from core.schema import ConfigError, flatten, require, show
 from sweeps.definition import Definition, Part, check_sweep, part_and_name
-from sweeps.plan import LENGTH, REPLICATE, PlannedRun, read_about, read_plan
+from sweeps.plan import PlannedRun, decides, read_about, read_plan
 from sweeps.status import State, state_of
-from training.config import TrainConfig
 from training.metrics import METRICS as METRIC_ROWS
 from training.metrics import REDUCTIONS, in_words, shown_in
 
@@ -162,13 +161,13 @@ class Sweep:
         """What runs of one setting differ in beside seed and fold, as "max_iters 100, 200" -> the settings."""
         found: dict[str, list[str]] = {}
         for setting, runs in self.by_setting.items():
-            texts = ({key: of for key, of in run.summary.items() if key == "corpus_sha256"} for run in runs.values())
-            configs = [run.config | text for run, text in zip(runs.values(), texts, strict=True)]
-            first = configs[0]
-            for key in dict.fromkeys(key for one in configs for key in one if one[key] != first.get(key, one[key])):
-                values = dict.fromkeys(show(one[key]) for one in configs if key in one)
-                if decides(key):
-                    found.setdefault(f"{key} {', '.join(values)}", []).append(setting)
+            values: dict[str, set[str]] = {}
+            for run in runs.values():
+                text = {"corpus_sha256": run.summary["corpus_sha256"]} if run.summary.get("corpus_sha256") else {}
+                for key, value in (run.config | text).items():
+                    values.setdefault(key, set()).add(show(value))
+            for key in (key for key, of in values.items() if len(of) > 1 and decides(key)):
+                found.setdefault(f"{key} {', '.join(sorted(values[key]))}", []).append(setting)
         return found
 
     @property
@@ -200,21 +199,6 @@ class Sweep:
         """The paper's number for a setting: under its name, or under the first pattern that matches."""
         numbers = self.definition.paper.get(metric, {})
         return numbers.get(setting, next((v for key, v in numbers.items() if fnmatchcase(setting, key)), None))
-
-
-@cache
-def free_keys() -> set[str]:
-    """Of settings and groups that decide no loss."""
-    of_groups = [(f"{group}.", cls) for group, one in declared(TrainConfig).items() for cls in one.options.values()]
-    every = [
-        (prefix + name, one) for prefix, of in [("", TrainConfig), *of_groups] for name, one in declared(of).items()
-    ]
-    return {key for key, one in every if FREE in one.notes and key not in LENGTH}
-
-
-def decides(key: str) -> bool:
-    """Whether a setting decides the loss, beside seed and fold."""
-    return key not in REPLICATE and not {key, key.partition(".")[0]} & free_keys()
 
 
 # -----------------------------------------------------------------------------

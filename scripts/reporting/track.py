@@ -39,7 +39,8 @@ UNUSED = ("none", "plain", "mha")  # in a slot
 PLATEAU = 0.02  # nats: rates within this of a contestant's best one are good ones
 TIMES = ("train.json", "decode.json")  # files of the times of updates, and of decoding
 ONE_LINE = Rule(
-    lambda t: t.isprintable() and t.strip() != "" and not {*"<>|["} & {*t}, "must be a line without <, >, | and ["
+    lambda t: t.isprintable() and t.strip() != "" and not re.search(r"[<>|]|\](?=\()", t),
+    "must be a line without <, >, | and ](",
 )
 NAME = Rule(
     lambda name: re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name) is not None and name not in (BASELINE, PLAIN, FINAL),
