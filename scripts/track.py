@@ -259,7 +259,8 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     if not asked.dry_run:
         found = trained(sweep, words, first, known, place)
         with FileLock(place / "entry.lock"):  # two commands of one entry end together
-            of_entry = (folder, found, files, f"enter={asked.enter}" if asked.enter else "open=true", about)
+            command = f"enter={Path(asked.enter).name}" if asked.enter else "open=true"  # no folder of this machine
+            of_entry = (folder, found, files, command, about)
             store(*of_entry)
             measure(folder, sweep, words)
             store(*of_entry)  # with the SHA-256 of the times
