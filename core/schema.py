@@ -148,7 +148,7 @@ class Setting:
         return [one for one in self.notes if isinstance(one, note)]
 
     def one(self, note: type[T]) -> T | None:
-        return next(iter(self.all(note)), None)
+        return next((one for one in self.notes if isinstance(one, note)), None)
 
     @property
     def help(self) -> str:
@@ -212,11 +212,12 @@ def build(cls: type, source: Any, prefix: str = "", reads: bool = False) -> Any:
             if reads and isinstance(chosen, str) and not good and hasattr(kind, "slot"):
                 values[key] = as_stored(kind, value, f"{prefix}{key}.")
                 continue
-            require(good, f"{prefix}{key}.name={show(chosen)} must be one of {', '.join(variants)}")
+            if not good:
+                raise ConfigError(f"{prefix}{key}.name={show(chosen)} must be one of {', '.join(variants)}")
             kind = variants[chosen]
-            for leaf in value:
+            for leaf in [leaf for leaf in value if leaf not in declared(kind)]:
                 owners = [option for option, cls in variants.items() if leaf in declared(cls)]
-                if leaf not in declared(kind) and owners:
+                if owners:
                     where = " and ".join(f"{prefix}{key}={option}" for option in owners)
                     raise ConfigError(f"{prefix}{key}.{leaf}={show(value[leaf])} is unknown: {leaf} belongs to {where}")
         group = is_dataclass(kind)
@@ -249,12 +250,16 @@ TYPE_NAMES: dict[Any, list[str]] = {
 
 def convert(value: Any, hint: Any, key: str) -> Any:
     """`value` as the type `hint`: exact, but for an integer where a float is asked for and a list where a tuple is."""
-    require(value != REQUIRED, f"{key.removesuffix('_')}= must be given")  # as from=, whose field is from_
     if isinstance(value, str):
-        good = not any("\ud800" <= letter <= "\udfff" for letter in value)  # what Python makes of other bytes
-        require(good, f"{key}={value!a} must be Unicode text")
-    if isinstance(value, int):
-        require(abs(value) < 10**MOST_DIGITS, f"{key}={show(value)} must have at most {MOST_DIGITS} digits")
+        if value == REQUIRED:
+            raise ConfigError(f"{key.removesuffix('_')}= must be given")  # as from=, whose field is from_
+        good = value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
+        if not good:  # what Python makes of other bytes
+            raise ConfigError(f"{key}={value!a} must be Unicode text")
+    if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+        raise ConfigError(f"{key}={show(value)} must have at most {MOST_DIGITS} digits")
+    if type(value) is hint and hint is not dict:
+        return value
     allowed: list[str] = []
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     for option in typing.get_args(hint) if union else (hint,):
@@ -291,7 +296,8 @@ def validate(settings: Any, prefix: str = "") -> None:
             continue
         convert(value, setting.kind, key)
         for rule in setting.all(Rule):
-            require(value is None or rule.holds(value), f"{key}={show(value)} {rule.says}")
+            if value is not None and not rule.holds(value):
+                raise ConfigError(f"{key}={show(value)} {rule.says}")
     if hasattr(type(settings), "check"):
         settings.check()
 

@@ -6,7 +6,6 @@ plan.jsonl   a line a run, with its whole config     sweep.json   the definition
 code_*.diff  uncommitted changes at such a commit    RUN_ID/      the directory of each run
 """
 
-import copy
 import functools
 import itertools
 import json
@@ -201,15 +200,16 @@ def unknown_points(
 
 def set_values(composed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a composed config with these values: {"qk_norm.p": 3}."""
-    changed: Any = copy.deepcopy(composed)
+    changed: dict[str, Any] = {**composed}
     for key, value in values.items():
         *groups, leaf = key.split(".")
         node = changed
         for name in groups:
-            node = node.get(name)
-            require(isinstance(node, dict), f"{key}={show(value)} is unknown")
+            require(isinstance(node.get(name), dict), f"{key}={show(value)} is unknown")
+            node[name] = {**node[name]}  # a copy of what changes alone
+            node = node[name]
         node[leaf] = value
-    return dict(changed)
+    return changed
 
 
 def compose(overrides: Sequence[str]) -> dict[str, Any]:
