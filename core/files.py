@@ -22,6 +22,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent  # the checkout: the folder of train.py and configs/
 POLL_SECONDS = 0.01
+LOOK_SECONDS = 30.0  # that is_locked() of another process may last on busy cores
 MOST_DIGITS = 300  # of an integer that is read: a float holds it, and every message can show it
 # bytes, at most, of config.yaml, of a file that is read whole, and of one that is read line by line
 MOST_NESTED = 200  # levels of a YAML file
@@ -262,14 +263,14 @@ class FileLock:
 
     The file and its folder are created where absent. The file stays, since removing it would let two processes lock
     two files of one name. If a process moves the folder away while another one waits, the latter locks a new file.
-    Give a timeout above 0 where another process may call is_locked(), which holds the lock for a moment.
+    A process that is in is_locked() delays it, for LOOK_SECONDS at most, and is not taken for one that holds it.
     Raises: OSError where open_regular() refuses the file, or the file system has no locks.
     """
 
     def __init__(self, file: Path, timeout: float = math.inf) -> None:
         self._file: Any = None
         deadline = time.monotonic() + timeout
-        while not self._acquire(file) and time.monotonic() <= deadline:
+        while not self._acquire(file) and time.monotonic() <= deadline + (0 if is_locked(file) else LOOK_SECONDS):
             time.sleep(POLL_SECONDS)
 
     def _acquire(self, file: Path) -> bool:

@@ -30,7 +30,7 @@ from core.record import Record, is_number
 from core.schema import ConfigError, convert, one_line, require, show
 from core.wandb_run import WandbRun
 
-LOCK_TIMEOUT = 0.5  # seconds; is_locked() of another process holds a lock for a moment, on busy cores a longer one
+LOCK_TIMEOUT = 0.5  # seconds; a process that ends may hold it so long
 # errors that say nothing of the directory: a later try may succeed
 PASSING = (
     errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,

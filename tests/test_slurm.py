@@ -132,8 +132,9 @@ class OnSlurm:
             assert times_finished(self.path / run.id) == 1
 
     def log(self) -> str:
-        """What the runs have logged."""
-        return "".join((self.path / run.id / "train.log").read_text() for run in read_plan(self.path))
+        """What the runs, their workers and the tasks have logged."""
+        files = [self.path / run.id / "train.log" for run in read_plan(self.path)]
+        return "".join(file.read_text() for file in [*files, *self.path.glob("logs/*"), *self.path.glob("slurm/*.out")])
 
 
 @pytest.fixture
@@ -161,7 +162,7 @@ def test_a_sweep_on_slurm_equals_one_of_this_machine(sweep: OnSlurm, undisturbed
     output, errors = ended(sweep.launch("launcher.workers=2"))
     assert "4 done" in output and errors == ""
     sweep.assert_same_as(undisturbed)
-    assert sweep.submissions() == 1 and sweep.tasks() == {}
+    assert sweep.submissions() == 1 and sweep.tasks() == {}, sweep.log()
 
 
 def test_a_task_that_receives_usr2_saves_and_is_requeued(sweep: OnSlurm, undisturbed: Path) -> None:
@@ -179,7 +180,7 @@ def test_a_task_that_receives_usr2_saves_and_is_requeued(sweep: OnSlurm, undistu
     assert sweep.tasks() == {task: "PENDING"}
     shell("scontrol", "update", f"JobId={task}", "StartTime=now")  # by itself it waits two minutes
     ended(launcher)
-    assert sweep.submissions() == 1
+    assert sweep.submissions() == 1, sweep.log()
     assert f"resumed at iteration {reason['iter']}" in sweep.log()
     sweep.assert_same_as(undisturbed)
 
@@ -189,7 +190,7 @@ def test_a_task_that_dies_is_replaced(sweep: OnSlurm, undisturbed: Path) -> None
     os.kill(sweep.hold(10), signal.SIGKILL)
     output, errors = ended(launcher)
     assert "2 done" in output and errors == ""
-    assert sweep.submissions() == 2 and "resumed at iteration" in sweep.log()
+    assert sweep.submissions() == 2 and "resumed at iteration" in sweep.log(), sweep.log()
     sweep.assert_same_as(undisturbed)
 
 
@@ -269,7 +270,7 @@ def test_two_ranks_that_receive_usr2_save_once_and_are_requeued(sweep: OnSlurm, 
     shell("scontrol", "update", f"JobId={task}", "StartTime=now")
     output, errors = ended(launcher)
     assert "1 worker of 2 ranks" in output and "2 done" in output and errors == ""
-    assert sweep.submissions() == 1 and f"resumed at iteration {status['iter']}" in sweep.log()
+    assert sweep.submissions() == 1 and f"resumed at iteration {status['iter']}" in sweep.log(), sweep.log()
     assert sweep.tasks() == {}
     sweep.assert_same_as(two_ranks)
 

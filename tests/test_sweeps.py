@@ -455,12 +455,12 @@ def test_a_worker_ends_after_a_failed_try_which_is_no_death(sweep: Path, monkeyp
 
 
 def test_a_worker_does_not_pass_over_a_run_that_a_launcher_is_looking_at(tmp_path: Path) -> None:
-    """On busy cores a look, which holds the claim, may last some tenths of a second."""
+    """On busy cores a look, which holds the claim, may last a second."""
     (tmp_path / "claims").mkdir()
     (tmp_path / "claims" / "run").touch()
     with open(tmp_path / "claims" / "run") as look:
         fcntl.flock(look, fcntl.LOCK_SH)
-        timer = threading.Timer(0.2, lambda: fcntl.flock(look, fcntl.LOCK_UN))
+        timer = threading.Timer(1.0, lambda: fcntl.flock(look, fcntl.LOCK_UN))
         timer.start()
         with claimed(tmp_path, "run") as claim:
             assert claim is not None
