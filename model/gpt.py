@@ -231,6 +231,9 @@ class CausalAttention(nn.Module):
         self.max_logits: Tensor | None = None
         self.probe: Callable[[Tensor, Tensor, float], None] | None = None  # of the diagnostics
 
+    def init_weights(self) -> None:
+        """Sets the parameters of a layout that are those of no submodule."""
+
     def fill_slots(self, config: GPTConfig, v_dim: int) -> None:
         self.logits = slots.LOGITS[config.logits.name](config.logits, config)
         self.softmax = slots.SOFTMAXES[config.softmax.name](config.softmax, config)
@@ -705,7 +708,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=std, generator=g)
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
-            elif isinstance(module, LateInit):
+            elif isinstance(module, LateInit | CausalAttention):
                 module.init_weights()
             if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
                 nn.init.zeros_(module.bias)

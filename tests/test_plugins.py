@@ -69,8 +69,15 @@ class ReversedOptions(MHAOptions):
         require(config.model.n_head > 1, "attention=reversed needs two heads")
 
 class Reversed(GroupedQueryAttention):
+    def __init__(self, config):
+        super().__init__(config)
+        self.factor = torch.nn.Parameter(torch.empty(1))
+
+    def init_weights(self):
+        torch.nn.init.ones_(self.factor)
+
     def attend(self, q, k, v, scale):
-        return super().attend(q.flip(1), k.flip(1), v.flip(1), scale).flip(1)
+        return self.factor * super().attend(q.flip(1), k.flip(1), v.flip(1), scale).flip(1)
 
 register_qk_norm(HalfOptions, Half)
 register_attention(ReversedOptions, Reversed)

@@ -74,8 +74,8 @@ def report(config: TrainConfig, machine: Machine, data: Data) -> dict[str, str]:
         f"{activations / 2**20:,.0f} MiB for activations and gradients of logits of {rows} sequences",
         "KV cache": f"{model.cache_bytes_per_token(dtype):,} bytes a token if cached in {dtype}",
         "checkpoint": f"{found.checkpoint_bytes / 2**20:,.0f} MiB",
-        "device": f"{device_name(machine.device)}, {dtype}, "
-        f"peak {peak_flops(machine.device, dtype) / 1e12:.2f} TFLOP/s",
+        "device": f"{device_name(machine.device)}, peak {peak_flops(machine.device, dtype) / 1e12:.2f} TFLOP/s "
+        f"in {machine.dtype_in_words}",
         "estimate": f"{tqdm.format_interval(found.seconds)} for {config.max_iters:,} iterations and "
         f"{n_evaluations(config)} evaluations at {found.tokens_per_sec:,.0f} tokens/s ({found.how})",
     }

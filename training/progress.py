@@ -18,7 +18,7 @@ def headline(session: Session) -> str:
         f"{session.model.num_params() / 1e6:.2f}M parameters",
         f"{session.config.tokens_per_iter:,} tokens an iteration",
         session.facts.device,
-        str(session.machine.dtype),
+        session.machine.dtype_in_words,
     ]
     if session.attention_backend is not None:
         facts.append(f"{session.attention_backend} attention")

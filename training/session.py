@@ -16,6 +16,7 @@ from core import checkpoint, dist
 from core.device import (
     autocast,
     device_name,
+    has_bfloat16,
     idle_cpus,
     keep_freed_memory,
     peak_flops,
@@ -57,6 +58,12 @@ class Machine:
 
     def autocast(self) -> torch.autocast:
         return autocast(self.device.type, self.dtype)
+
+    @property
+    def dtype_in_words(self) -> str:
+        """For the log, with a warning where it is emulated."""
+        emulated = self.dtype == torch.bfloat16 and self.device.type == "cpu" and not has_bfloat16(self.device)
+        return f"{self.dtype}" + " that this CPU only emulates: dtype=float32 is far faster" * emulated
 
 
 @dataclass(frozen=True)
