@@ -221,6 +221,7 @@ class CausalAttention(nn.Module):
 
     n_head: int
     p_dropout: float
+    layer: int  # 0 is the lowest; set after __init__
     wraps_attend = False  # True where the attend() of a subclass calls this one
     caches_keys = False  # new_cache() holds keys and values
     bend: ops.Bend | None = None  # what logits= does to each logit
@@ -595,10 +596,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)): pre-norm, as in GPT-2."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.ln_1 = new_norm(config.model)
         self.attn = ATTENTIONS[config.attention.name](config)
+        self.attn.layer = layer
         slots.require_fit(self.attn, config)
         self.ln_2 = new_norm(config.model)
         self.mlp = MLP(config.model)
@@ -619,7 +621,7 @@ class Transformer(nn.Module):
         m = config.model
         self.wte = Embedding(vocab_size, m.n_embd)
         self.wpe = Embedding(m.block_size, m.n_embd) if m.position == "learned" else None
-        self.h = nn.ModuleList(Block(config) for _ in range(m.n_layer))
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(m.n_layer))
         self.ln_f = new_norm(m)
 
 
@@ -713,7 +715,8 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         missed = [name for name, parameter in self.named_parameters() if parameter.isnan().any()]
-        require(not missed, f"init_weights() sets no values of {', '.join(missed)}")
+        some = ", ".join(missed[:3]) + f" and {len(missed) - 3} more" * (len(missed) > 3)
+        require(not missed, f"init_weights() sets no values of {some}: each part sets those of its own parameters")
 
     @property
     def expected_initial_loss(self) -> float:

@@ -250,7 +250,8 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     place = expand(asked.sweep_dir or f"runs/entries/{sweep_name(asked.sweep)}/{name}").resolve()
     launched(every, place, dry_run=True)
     busy = ", whose cores are busy: on quiet ones it takes less" if busy_cpus() > QUIET else ""
-    say(f"The estimate comes from a short timing on this machine{busy}.")
+    dtype = ", in float32 as it has no bf16" if "dtype=float32" in sweep.overrides else ""
+    say(f"The estimate comes from a short timing on this machine{dtype}{busy}.")
     say("Not included: 2 runs for each extra rate, and some minutes to time updates.")
     if asked.enter:
         folder /= f"entries/{name}"

@@ -21,6 +21,7 @@ import yaml
 from conftest import QK_NORM_VARIANTS, TINY, Program, exit_status, fork, write_corpus
 from helpers.runs import assert_halves_equal_straight, configured, lines
 from helpers.sweeps import tiny_sweep
+from safetensors.torch import load_file
 from variants import ALL_PAIRS, LAYOUTS, config_of, fresh
 
 import nanoqk
@@ -74,7 +75,7 @@ class Reversed(GroupedQueryAttention):
         self.factor = torch.nn.Parameter(torch.empty(1))
 
     def init_weights(self):
-        torch.nn.init.ones_(self.factor)
+        torch.nn.init.constant_(self.factor, 2 * (self.layer == 0) - 1)
 
     def attend(self, q, k, v, scale):
         return self.factor * super().attend(q.flip(1), k.flip(1), v.flip(1), scale).flip(1)
@@ -106,6 +107,9 @@ def test_a_run_is_named_after_its_plugins_and_needs_them(words: list[str], tmp_p
     forked("train.py", *both)
     (run,) = (tmp_path / "runs").iterdir()
     assert run.name.startswith("baby_gpt-reversed-half_n2-text-s1337-")
+    weights = load_file(run / "ckpt" / "latest" / "model.safetensors")
+    factors = [float(weights[f"transformer.h.{layer}.attn.factor"]) for layer in (0, 1)]  # after two small updates
+    assert factors == pytest.approx([1, -1], abs=0.01)
     again = forked("train.py", *both, "qk_norm.n=3", f"out_dir={run}", status=2)
     assert "qk_norm.n 2 -> 3" in again.stderr
     alone = forked("train.py", *both, "model.n_head=1", "out_dir=alone", status=2)
