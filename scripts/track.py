@@ -161,6 +161,8 @@ def write_board(folder: Path, sweep: Definition) -> None:
     if (file := folder / "disputes.yaml").is_file() and DISPUTED in text:
         said = convert(parse_yaml(read_text(str(file), str(file)), str(file)), dict, str(file))
         said = {one: convert(names, tuple[str, ...], f"{file}: {one[:50]}") for one, names in said.items()}
+        for one in said:
+            require(END not in one, f"{file}: {one[:50]} must not have {END}")
         text = with_block(text, DISPUTED, track.disputed(found, said))
     made = {
         page: text,
@@ -342,7 +344,8 @@ def store(folder: Path, found: Sweep, files: Mapping[str, bytes], command: str, 
         every |= {name: read_regular(folder / name) for name in TIMES if (folder / name).exists()}
     elif old.get("sha256"):
         require("entry.yaml" in old["sha256"], f"{folder} has a board already: another sweep= opens another one")
-        n = 1 + len([*folder.parent.glob(f"{folder.name}.*")])
+        older = [path.suffix[1:] for path in folder.parent.glob(f"{folder.name}.*")]
+        n = 1 + max((int(number) for number in older if number.isdecimal()), default=0)
         folder.rename(folder.with_name(f"{folder.name}.{n}"))
     remove_aside(folder, LEFT)
     made = {"command": shlex.join(["python", "scripts/track.py", command]), **about, **kept}

@@ -56,6 +56,48 @@ def test_ranks_equal_one_and_resume_bit_for_bit(changes: str, tiny_run: list[str
         torch.testing.assert_close(list(a.values()), list(b.values()), rtol=1e-4, atol=1e-6)
 
 
+DRAWS = """
+import torch
+from core.schema import options
+from model.options import QKNormOptions
+from model.slots import QKNorm, register
+
+@options
+class DrawsOptions(QKNormOptions):
+    name: str = "draws"
+
+class Draws(QKNorm):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.register_buffer("mean", torch.ones(()))
+        self.factor = self.new_parameter(1, 1.0)
+
+    def scale(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().float().square().mean().sqrt(), 0.2)
+        return self.factor.expand(*x.shape[:-1], 1) / 10
+
+    def after_update(self):
+        self.factor.copy_(self.mean + 0.1 * torch.randn(()))
+
+register(DrawsOptions, Draws)
+"""
+
+
+def test_plugins_keep_the_ranks_one_model_or_are_refused(tiny_run: list[str], tmp_path: Path) -> None:
+    """What they compute in a forward pass, and draw in an update, are those of one rank."""
+    (tmp_path / "draws.py").write_text(DRAWS)
+    words = [*tiny_run, *WORDS, "plugins=[draws]", "qk_norm=draws", "gradient_accumulation_steps=3"]
+    for overrides in (["out_dir=straight"], ["out_dir=halves", "max_iters=3"], ["out_dir=halves"]):
+        assert "warning" not in ranks(tmp_path, *words, *overrides, n=3)
+    assert_same_run(tmp_path / "straight", tmp_path / "halves")
+    assert "torch.randn(())" in DRAWS
+    alone = DRAWS.replace("torch.randn(())", "int(os.environ['RANK'])").replace("import", "import os\nimport", 1)
+    (tmp_path / "draws.py").write_text(alone)
+    with pytest.raises(AssertionError, match=r"the ranks' weights differ after \d updates: what plugins compute must"):
+        ranks(tmp_path, *words, "out_dir=alone", n=3)
+
+
 KILLS = 20 if FULL else 1
 
 

@@ -210,6 +210,20 @@ def test_a_report_names_what_the_runs_of_one_setting_differ_in(tmp_path: Path) -
     assert f"**{said}.**" in text_of(sweep_of(made.path))
 
 
+def test_a_report_names_runs_of_several_ranks(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    for fold in (0, 1):
+        path = made.plan("p=2", 1, fold)
+        finish(path, {0: 4.0, 40: 1.5})
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps({**summary, "ranks": 1 + fold}))
+    sweep = sweep_of(made.path)
+    report.report(sweep, tmp_path / "out", [])
+    for one in (sweep, read_stored(tmp_path / "out", sweep.name)):
+        assert facts(one)["ranks"] == "1, 2"
+        assert caveats(one, []) == ["the runs of p=2 differ in ranks 1, 2: their mean mixes several settings"]
+
+
 def test_a_report_names_a_comparison_whose_baseline_is_no_setting(tmp_path: Path) -> None:
     compare = {"p": {"baseline": "p=2.0"}, "q": {"baseline": "p=2"}, "r": {"pairs": [["p=2", "p=5"]]}}
     made = Made(tmp_path / "sweep", compare=compare)

@@ -5,7 +5,7 @@ import contextlib
 import io
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -184,6 +184,7 @@ def unsaved_warnings(session: Session, x: Tensor, y: Tensor) -> Iterator[str]:
     model.init_weights(session.config.seed)
     model.to(session.machine.device).train()
     batch, alone = (x[:1, :16], y[:1, :16]), replace(session.machine, world=World())
+    saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     seen: list[dict[str, bytes]] = []
     for _ in range(3):  # the first may fill a cache
         seed_generator(0, alone.device)  # so that equal updates leave equal values of the last one, which are no state
@@ -191,7 +192,7 @@ def unsaved_warnings(session: Session, x: Tensor, y: Tensor) -> Iterator[str]:
         with applying_weights_variant(model):  # calls after_update()
             model.zero_grad()
         parts = [(name, model.get_submodule(name)) for name in names]
-        seen.append({f"{name}.{key}": value for name, part in parts for key, value in unsaved(part).items()})
+        seen.append({f"{name}.{key}": value for name, part in parts for key, value in unsaved(part, saved).items()})
     changed = [key for key, value in seen[2].items() if seen[1].get(key) != value]
     if changed:
         told = (
@@ -200,8 +201,8 @@ def unsaved_warnings(session: Session, x: Tensor, y: Tensor) -> Iterator[str]:
         yield f"{told} (save a tensor by register_buffer())"
 
 
-def unsaved(part: nn.Module) -> dict[str, bytes]:
-    """What a module has beside parameters, saved buffers and modules, by name."""
+def unsaved(part: nn.Module, saved: Collection[int]) -> dict[str, bytes]:
+    """What a module has beside parameters, saved buffers and modules, by name. saved: ids of tensors."""
     usual = vars(nn.Module()).keys()
     own = {name: value for name, value in vars(part).items() if name not in usual}
     own |= {name: part.get_buffer(name) for name in part._non_persistent_buffers_set}
@@ -209,17 +210,23 @@ def unsaved(part: nn.Module) -> dict[str, bytes]:
     for name, value in own.items():
         content = io.BytesIO()
         with contextlib.suppress(Exception):  # a lambda or an open file cannot be compared
-            Pickler(content).dump(value)
+            Pickler(content, saved).dump(value)
             found[name] = content.getvalue()
     return found
 
 
 class Pickler(pickle.Pickler):
-    """Equal tensors give equal bytes, which PyTorch's own way does not promise."""
+    """Equal tensors give equal bytes, which PyTorch's own way does not promise. saved: ids of those that give none."""
+
+    def __init__(self, file: io.BytesIO, saved: Collection[int]):
+        super().__init__(file)
+        self.saved = saved
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
+        if id(value) in self.saved:
+            return bytes, ()
         return bytes, (value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(),)
 
 

@@ -3,8 +3,10 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from core import dist
 from core.plugins import joined_versions, remember
 from core.rundir import RunDir
+from core.schema import require
 from training.config import to_yaml
 from training.evaluate import find_lowest
 from training.meter import Diverged, Meter
@@ -28,9 +30,13 @@ class Run:
 
     def save(self, line: dict[str, Any], evaluation_due: bool) -> None:
         """Write the checkpoint of an iteration. line: its metrics. Raises: Diverged where a weight is not finite;
-        OSError where a file of tokens was changed."""
+        OSError where a file of tokens was changed; ConfigError where plugins made the ranks' weights differ."""
         self.session.data.batches.require_unchanged()
         step = line["iter"]
+        if self.session.config.plugins:  # ours are tested
+            sums = dist.gather(str([p.double().sum().item() for p in self.session.model.parameters()]))
+            told = f"the ranks' weights differ after {step} updates: what plugins compute must be the same on each"
+            require(len({*sums}) == 1, told)
         if not all(p.isfinite().all() for p in self.session.model.parameters()):
             raise Diverged(line, "a weight is not finite")
         state = RunState(

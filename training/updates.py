@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from core.device import move
+from core import dist
+from core.device import move, seed_generator
 from core.schema import require
 from model.kernels.operators import nanoqk
 from model.slots import Variant
@@ -49,10 +50,13 @@ def order_buckets(session: Session) -> None:
     or more ranks round. Without this pass, whose gradients are dropped, a run would not resume bit for bit."""
     config = session.config
     if session.machine.world.size > 2:
+        before = [(tensor, tensor.clone()) for tensor in untrained(session.model)]
         tokens = torch.zeros(config.batch_size, config.model.block_size, dtype=torch.int64)
         accumulate_gradients(session.forward, iter([(tokens, tokens)]), 1, session.machine)
         session.optimizer.zero_grad()
         drop_max_logits(session)
+        for tensor, old in before:
+            tensor.copy_(old)
 
 
 def drop_max_logits(session: Session) -> None:
@@ -85,10 +89,25 @@ def step_optimizer(session: Session, loss: Tensor, frozen: Tensor) -> tuple[Tens
     Returns the norm of the gradients before clipping, and the new `frozen`."""
     norm = clip_gradients(session)
     frozen = frozen.masked_fill(~(loss + norm).isfinite(), 1)
+    if session.config.plugins and session.machine.world.size > 1:
+        agree_on_state(session)
     with applying_weights_variant(session.model):
         session.optimizer.step(frozen)
     session.optimizer.zero_grad()
     return norm, frozen
+
+
+def agree_on_state(session: Session) -> None:
+    """Give all ranks the last one's buffers, which follow its micro-batches, and random numbers: what plugins compute
+    with them in an update is then the same on each."""
+    seed_generator(int(dist.of_last_rank(torch.randint(2**62, ()))), session.machine.device)
+    for tensor in untrained(session.model):
+        tensor.copy_(dist.of_last_rank(tensor.clone()))
+
+
+def untrained(model: nn.Module) -> list[Tensor]:
+    """What a checkpoint has of a model beside what is trained: buffers, frozen parameters."""
+    return [tensor for tensor in model.state_dict(keep_vars=True).values() if not tensor.requires_grad]
 
 
 def clip_gradients(session: Session) -> Tensor:

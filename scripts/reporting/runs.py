@@ -52,7 +52,7 @@ NUMBERS = [  # of a summary, that every report uses
     "cache_bytes_per_token", "vocab_size",
 ]  # fmt: skip
 
-NUMBER_KINDS = dict.fromkeys(NUMBERS, int | float)
+NUMBER_KINDS = dict.fromkeys([*NUMBERS, "ranks"], int | float)
 
 METRICS = [
     Metric("val/loss_min", "lowest validation loss", "lower loss", "higher loss", "+.4f"),
@@ -150,6 +150,11 @@ class Sweep:
         return list(dict.fromkeys(run.summary[key] for run in self.runs if run.summary.get(key) is not None))
 
     @property
+    def has_ranks(self) -> bool:
+        """Whether several processes trained some run together."""
+        return any((run.summary.get("ranks") or 1) > 1 for run in self.runs)
+
+    @property
     def plugin_versions(self) -> Counter[str]:
         """Plugin -> how many different files of it the runs had."""
         recorded = [one for run in self.runs for one in (run.summary.get("plugins") or {}).items()]
@@ -163,8 +168,8 @@ class Sweep:
         for setting, runs in self.by_setting.items():
             values: dict[str, set[str]] = {}
             for run in runs.values():
-                text = {"corpus_sha256": run.summary["corpus_sha256"]} if run.summary.get("corpus_sha256") else {}
-                for key, value in (run.config | text).items():
+                known = {key: run.summary[key] for key in ("corpus_sha256", "ranks") if run.summary.get(key)}
+                for key, value in (run.config | known).items():
                     values.setdefault(key, set()).add(show(value))
             for key in (key for key, of in values.items() if len(of) > 1 and decides(key)):
                 found.setdefault(f"{key} {', '.join(sorted(values[key]))}", []).append(setting)

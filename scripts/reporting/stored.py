@@ -42,7 +42,7 @@ def columns_of(sweep: Sweep) -> list[str]:
 
 def runs_csv(sweep: Sweep) -> str:
     """A line a run: its settings where they differ between runs, and its numbers."""
-    common, measured = common_config(sweep), columns_of(sweep)
+    common, measured = common_config(sweep), [*columns_of(sweep), *["ranks"] * sweep.has_ranks]
     plugins = any(run.summary.get("plugins") for run in sweep.runs)
     keys = dict.fromkeys(key for run in sweep.runs for key in run.config)
     of_row = {"seed"} if all(run.fold is None for run in sweep.runs) else {"seed", "data.fold"}
@@ -82,7 +82,7 @@ def read_stored(folder: Path, name: str) -> Sweep:
     require(good, f"from={folder}: planned in its provenance.json must name overrides")
     definition = about["definition"]
     sweep = Sweep(name, {"sweep": definition, "frozen": about["planned"]}, check_sweep(definition), [])
-    measured = columns_of(sweep)
+    measured = [*columns_of(sweep), "ranks"]
     try:
         for file in ("runs.csv", "curves.csv.gz"):  # the second counts the lines of the first
             require(file_sha256(folder / file) == about["sha256"].get(file), f"{file} was changed")

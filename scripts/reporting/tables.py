@@ -325,6 +325,7 @@ def facts(sweep: Sweep) -> dict[str, str]:
         "every run": " ".join(f"{key}={value}" for key, value in shared.items()),
         "parameters": ", ".join(f"{n:,}" for n in sweep.distinct("parameters")),
         "device": "; ".join(sweep.distinct("device")),
+        "ranks": ", ".join(map(str, sweep.distinct("ranks"))) if sweep.has_ranks else "",
         "dtype": ", ".join(sweep.distinct("dtype")),
         "PyTorch": ", ".join(sweep.distinct("torch")),
         "Python": ", ".join(sweep.distinct("python")),
