@@ -263,7 +263,7 @@ class FileLock:
 
     The file and its folder are created where absent. The file stays, since removing it would let two processes lock
     two files of one name. If a process moves the folder away while another one waits, the latter locks a new file.
-    A process that is in is_locked() delays it, for LOOK_SECONDS at most, and is not taken for one that holds it.
+    A process that is in is_locked() is waited for beyond the timeout, for LOOK_SECONDS at most.
     Raises: OSError where open_regular() refuses the file, or the file system has no locks.
     """
 

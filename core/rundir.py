@@ -167,10 +167,10 @@ class RunDir:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Unlock; a run that an exception ended has failed, but one that a signal ended at once is stopped. A refused
-        setting is not the run's failure."""
+        """Unlock; a run that an exception ended has failed, but one that a signal ended at once is stopped. What is
+        refused before it begins is not its failure."""
         try:
-            if error is not None and not isinstance(error, ConfigError) and self.state == "running":
+            if error is not None and self.state == "running":
                 if isinstance(error, KeyboardInterrupt):
                     self.status("stopped", reason="SIGINT")
                 else:

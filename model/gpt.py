@@ -221,7 +221,7 @@ class CausalAttention(nn.Module):
 
     n_head: int
     p_dropout: float
-    layer: int  # 0 is the lowest; set after __init__
+    layer_idx: int  # 0 is the lowest; set after __init__
     wraps_attend = False  # True where the attend() of a subclass calls this one
     caches_keys = False  # new_cache() holds keys and values
     bend: ops.Bend | None = None  # what logits= does to each logit
@@ -596,11 +596,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)): pre-norm, as in GPT-2."""
 
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: GPTConfig, layer_idx: int):
         super().__init__()
         self.ln_1 = new_norm(config.model)
         self.attn = ATTENTIONS[config.attention.name](config)
-        self.attn.layer = layer
+        self.attn.layer_idx = layer_idx
         slots.require_fit(self.attn, config)
         self.ln_2 = new_norm(config.model)
         self.mlp = MLP(config.model)
@@ -621,7 +621,7 @@ class Transformer(nn.Module):
         m = config.model
         self.wte = Embedding(vocab_size, m.n_embd)
         self.wpe = Embedding(m.block_size, m.n_embd) if m.position == "learned" else None
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(m.n_layer))
+        self.h = nn.ModuleList(Block(config, layer_idx) for layer_idx in range(m.n_layer))
         self.ln_f = new_norm(m)
 
 
@@ -703,20 +703,26 @@ class GPT(nn.Module):
             nn.init.constant_(parameter, math.nan)  # NaN marks what no branch sets
         g = torch.Generator(next(self.parameters()).device).manual_seed(seed)
         late = {part for module in self.modules() if isinstance(module, LateInit) for part in module.modules()}
-        for name, module in sorted(self.named_modules(), key=lambda named: named[1] in late):
-            if isinstance(module, nn.Linear | nn.Embedding):
-                residual = name.endswith("c_proj")  # c_proj: an output that is added to the residual stream
-                std = INIT_STD / math.sqrt(2 * self.config.model.n_layer) if residual else INIT_STD
-                nn.init.normal_(module.weight, std=std, generator=g)
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
-                nn.init.ones_(module.weight)
-            elif isinstance(module, LateInit | CausalAttention):
-                module.init_weights()
-            if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        late |= {*self.attentions}
+        with torch.random.fork_rng(devices=[]):  # LateInit modules and layouts draw from PyTorch's own generator
+            torch.default_generator.manual_seed(seed + 2**31)  # with `seed` alone they would get the numbers of g
+            for name, module in sorted(self.named_modules(), key=lambda named: named[1] in late):
+                if isinstance(module, nn.Linear | nn.Embedding):
+                    residual = name.endswith("c_proj")  # c_proj: an output that is added to the residual stream
+                    std = INIT_STD / math.sqrt(2 * self.config.model.n_layer) if residual else INIT_STD
+                    nn.init.normal_(module.weight, std=std, generator=g)
+                elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
+                    nn.init.ones_(module.weight)
+                elif isinstance(module, LateInit | CausalAttention):
+                    module.init_weights()
+                if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
         missed = [name for name, parameter in self.named_parameters() if parameter.isnan().any()]
         some = ", ".join(missed[:3]) + f" and {len(missed) - 3} more" * (len(missed) > 3)
         require(not missed, f"init_weights() sets no values of {some}: each part sets those of its own parameters")
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            told = f"{name} has one number in several places, so that no checkpoint can be loaded: clone() it"
+            require(tensor.numel() < 2 or 0 not in tensor.stride(), told)
 
     @property
     def expected_initial_loss(self) -> float:

@@ -70,11 +70,12 @@ class Draws(QKNorm):
     def __init__(self, *given):
         super().__init__(*given)
         self.register_buffer("mean", torch.ones(()))
+        self.register_buffer("kinds", torch.ones(1, dtype=torch.int16))
         self.factor = self.new_parameter(1, 1.0)
 
     def scale(self, x):
         if self.training:
-            self.mean.lerp_(x.detach().float().square().mean().sqrt(), 0.2)
+            self.mean = self.mean.lerp(x.detach().float().square().mean().sqrt(), 0.2)
         return self.factor.expand(*x.shape[:-1], 1) / 10
 
     def after_update(self):
@@ -94,7 +95,7 @@ def test_plugins_keep_the_ranks_one_model_or_are_refused(tiny_run: list[str], tm
     assert "torch.randn(())" in DRAWS
     alone = DRAWS.replace("torch.randn(())", "int(os.environ['RANK'])").replace("import", "import os\nimport", 1)
     (tmp_path / "draws.py").write_text(alone)
-    with pytest.raises(AssertionError, match=r"the ranks' weights differ after \d updates: what plugins compute must"):
+    with pytest.raises(AssertionError, match=r"the ranks' weights differ after \d updates, as where a plugin"):
         ranks(tmp_path, *words, "out_dir=alone", n=3)
 
 

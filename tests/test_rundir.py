@@ -360,7 +360,7 @@ def test_a_finished_run_is_known(path: Path, state: str, iteration: int | None, 
 
 @pytest.mark.parametrize(
     ("error", "state"),
-    [(KeyboardInterrupt(), "stopped"), (SystemExit(143), "stopped"), (OSError(), "failed"), (ConfigError(), "running")],
+    [(KeyboardInterrupt(), "stopped"), (SystemExit(143), "stopped"), (OSError(), "failed"), (ConfigError(), "failed")],
 )
 def test_a_run_that_a_signal_ends_is_stopped_and_has_not_failed(path: Path, error: BaseException, state: str) -> None:
     with pytest.raises(type(error)), opened(path) as run:

@@ -184,13 +184,13 @@ def unsaved_warnings(session: Session, x: Tensor, y: Tensor) -> Iterator[str]:
     model.init_weights(session.config.seed)
     model.to(session.machine.device).train()
     batch, alone = (x[:1, :16], y[:1, :16]), replace(session.machine, world=World())
-    saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     seen: list[dict[str, bytes]] = []
     for _ in range(3):  # the first may fill a cache
         seed_generator(0, alone.device)  # so that equal updates leave equal values of the last one, which are no state
         accumulate_gradients(model, iter([batch]), 1, alone)
         with applying_weights_variant(model):  # calls after_update()
             model.zero_grad()
+        saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}  # others may replace them
         parts = [(name, model.get_submodule(name)) for name in names]
         seen.append({f"{name}.{key}": value for name, part in parts for key, value in unsaved(part, saved).items()})
     changed = [key for key, value in seen[2].items() if seen[1].get(key) != value]

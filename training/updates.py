@@ -1,6 +1,7 @@
 """One update: its random numbers, the gradients of its micro-batches, its learning rate, its size."""
 
 import contextlib
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -50,13 +51,13 @@ def order_buckets(session: Session) -> None:
     or more ranks round. Without this pass, whose gradients are dropped, a run would not resume bit for bit."""
     config = session.config
     if session.machine.world.size > 2:
-        before = [(tensor, tensor.clone()) for tensor in untrained(session.model)]
+        before = {name: tensor.clone() for name, tensor in untrained(session.model).items()}
         tokens = torch.zeros(config.batch_size, config.model.block_size, dtype=torch.int64)
         accumulate_gradients(session.forward, iter([(tokens, tokens)]), 1, session.machine)
         session.optimizer.zero_grad()
         drop_max_logits(session)
-        for tensor, old in before:
-            tensor.copy_(old)
+        for name, tensor in untrained(session.model).items():
+            tensor.copy_(before[name])
 
 
 def drop_max_logits(session: Session) -> None:
@@ -101,13 +102,21 @@ def agree_on_state(session: Session) -> None:
     """Give all ranks the last one's buffers, which follow its micro-batches, and random numbers: what plugins compute
     with them in an update is then the same on each."""
     seed_generator(int(dist.of_last_rank(torch.randint(2**62, ()))), session.machine.device)
-    for tensor in untrained(session.model):
-        tensor.copy_(dist.of_last_rank(tensor.clone()))
+    for tensor in untrained(session.model).values():
+        numbers = dist.of_last_rank(tensor.reshape(-1).view(torch.uint8).clone())  # bytes: gloo lacks some types
+        tensor.copy_(numbers.view(tensor.dtype).view(tensor.shape))
 
 
-def untrained(model: nn.Module) -> list[Tensor]:
-    """What a checkpoint has of a model beside what is trained: buffers, frozen parameters."""
-    return [tensor for tensor in model.state_dict(keep_vars=True).values() if not tensor.requires_grad]
+def untrained(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint has of a model beside what is trained, by name: buffers, frozen parameters."""
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.requires_grad}
+
+
+def weights_sha256(model: nn.Module) -> str:
+    total = hashlib.sha256()
+    for p in model.parameters():
+        total.update(p.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def clip_gradients(session: Session) -> Tensor:

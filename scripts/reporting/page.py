@@ -156,10 +156,12 @@ def figures_of(sections: Sequence[Section]) -> list[Figure]:
 
 
 def with_block(text: str, begin: str, block: str) -> str:
-    """The text with `block` between the marks `begin` and END. Raises: ConfigError where it lacks one."""
+    """The text with `block` between the marks `begin` and END. Raises: ConfigError where it lacks one, or the block has
+    END in it, before which the next one would end."""
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(END)
     require(bool(found and closed), f"no place between {begin.strip()} and {END}")
+    require(END not in block, f"{END} cannot stand between {begin.strip()} and {END}")
     return f"{before}{begin}\n{block}\n{END}{after}"
 
 

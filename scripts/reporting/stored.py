@@ -42,7 +42,8 @@ def columns_of(sweep: Sweep) -> list[str]:
 
 def runs_csv(sweep: Sweep) -> str:
     """A line a run: its settings where they differ between runs, and its numbers."""
-    common, measured = common_config(sweep), [*columns_of(sweep), *["ranks"] * sweep.has_ranks]
+    common = common_config(sweep)
+    measured = [*dict.fromkeys([*columns_of(sweep), *["ranks"] * sweep.has_ranks])]
     plugins = any(run.summary.get("plugins") for run in sweep.runs)
     keys = dict.fromkeys(key for run in sweep.runs for key in run.config)
     of_row = {"seed"} if all(run.fold is None for run in sweep.runs) else {"seed", "data.fold"}
