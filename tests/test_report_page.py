@@ -19,6 +19,7 @@ from helpers.reports import COMPARE, LOSSES, Made, falling, made, state
 
 from core.schema import ConfigError
 from scripts import report
+from scripts.reporting.page import END, with_block
 
 __all__ = ["made"]  # a fixture
 
@@ -261,3 +262,10 @@ def test_a_reader_explores_a_chart(whole: Path, browser: Page) -> None:
     browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300, modifiers=2)  # with Ctrl
     browser.wait(f"views.loss_a.scale('x').domain()[1] < {before[1]}")
     assert browser.problems == []
+
+
+def test_what_is_written_between_two_marks_holds_neither() -> None:
+    assert with_block(f"a <!-- b -->old{END}c", "<!-- b -->", "new") == f"a <!-- b -->\nnew\n{END}c"
+    for text, block in ((f"a <!-- b -->{END}", f"| {END} |"), (f"a {END}", ""), ("a <!-- b -->", "")):
+        with pytest.raises(ConfigError, match="<!-- b --> and <!-- end -->"):
+            with_block(text, "<!-- b -->", block)

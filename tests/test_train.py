@@ -21,6 +21,7 @@ from variants import ALL_PAIRS, FULL, LAYOUTS, NORMS, fresh
 
 import train
 from core import checkpoint
+from core.dist import World
 from core.record import Metrics
 from data.batches import Batches
 from data.folds import split
@@ -32,7 +33,7 @@ from training import estimate, optim, updates
 from training.evaluate import mean_loss, spike_score
 from training.meter import Meter
 from training.optim import Optimizer
-from training.session import read_data
+from training.session import Machine, read_data
 from training.state import Readings
 from training.updates import accumulate_gradients, update_ratios
 
@@ -346,6 +347,14 @@ def test_dry_run_prints_costs_and_writes_nothing(forked: Program, tiny_run: list
     for part in ("p: .inf", "parameters:", "FLOPs:", "memory:", "KV cache:     ", "256 bytes", "estimate:", "runs/"):
         assert part in done.stdout, part
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_bf16_that_a_cpu_emulates_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(World(), torch.device("cpu"), torch.bfloat16)
+    for has in (False, True):
+        monkeypatch.setattr("training.session.has_bfloat16", lambda device, has=has: has)
+        assert ("dtype=float32 is far faster" in machine.dtype_in_words) == (not has)
+        assert replace(machine, dtype=torch.float32).dtype_in_words == "torch.float32"
 
 
 def test_the_estimate_counts_sampled_evaluations(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
