@@ -278,8 +278,9 @@ def number(path: Path) -> int:
 
 
 def step_dirs(folder: Path) -> list[Path]:
-    """The checkpoint directories of a folder, newest step first."""
-    found = [path for path in folder.glob("step_*") if STEP_DIR.fullmatch(path.name) and path.is_dir()]
+    """The checkpoint directories of a folder, newest step first. Raises: OSError where it cannot be listed."""
+    names = os.listdir(folder) if folder.is_dir() else []  # Path.glob() would find nothing in one that is unreadable
+    found = [folder / name for name in names if STEP_DIR.fullmatch(name) and (folder / name).is_dir()]
     return sorted(found, key=lambda path: (-number(path), path.name))
 
 

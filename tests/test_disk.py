@@ -138,6 +138,18 @@ def test_a_folder_that_may_not_be_written_is_refused(corpus: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("readable")
+def test_checkpoints_that_may_not_be_listed_are_not_none(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = configured(corpus, tmp_path / "run", max_iters=4, checkpoint_interval=2)
+    tmp_path.chmod(0o777)
+    assert exit_status(as_nobody(lambda: guarded(lambda: train.run(replace(config, max_iters=2))))) == 0
+    (tmp_path / "run" / "ckpt").chmod(0o300)
+    assert exit_status(as_nobody(lambda: guarded(lambda: train.run(config)))) == 1
+    assert capfd.readouterr().err == f"failed: [Errno 13] Permission denied: '{tmp_path}/run/ckpt'\n"
+
+
+@pytest.mark.usefixtures("readable")
 def test_a_folder_that_vanishes_fails_the_run(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "place").mkdir(mode=0o777)
     (tmp_path / "place").chmod(0o777)

@@ -19,6 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with good and bad files, as the current one, where no hub can be reached."""
     (tmp_path / "corpus.txt").write_text("to be or not to be, that is the question. " * 60)
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "one.txt").write_text("a")
     (tmp_path / "short.txt").write_text("to be or not to be")
     (tmp_path / "latin1.txt").write_bytes("café ".encode("latin-1") * 500)
     os.mkfifo(tmp_path / "pipe")
