@@ -233,18 +233,15 @@ def audit_model(asked: AuditOptions) -> int:
     return 1 if caught else 3 if any(finding.caught is None for finding in findings) else 0
 
 
-def main(argv: list[str]) -> int:
-    def program(asked: AuditOptions) -> int:
-        try:
-            return audit_model(asked)
-        except ConfigError:
-            raise
-        except Exception as error:
-            print(f"failed: {one_line(error)}", file=sys.stderr)
-            return 3  # run_script's 1 means here that something was caught
-
-    return run_script(AuditOptions, program, __doc__, argv)
+def audit_run(asked: AuditOptions) -> int:
+    try:
+        return audit_model(asked)
+    except ConfigError:
+        raise
+    except Exception as error:
+        print(f"failed: {one_line(error)}", file=sys.stderr)
+        return 3  # run_script's 1 means here that something was caught
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script(AuditOptions, audit_run, __doc__))

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from variants import ALL_PAIRS, FULL, V, config_of, looking_ahead
 
+from core.cli import run_script
 from data.tokenizer import NoText
 from model import cross_entropy, ops
 from model.diagnostics import future_leak
@@ -24,6 +25,7 @@ from scripts import audit
 from training import session
 from training.config import FAULTS, FaultOptions, TrainConfig
 
+main = partial(run_script, audit.AuditOptions, audit.audit_run, "")
 Audited = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -39,7 +41,7 @@ def audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Audited:
     """Audit a run of this config, with fresh weights: the exit status, and what the last line holds."""
 
     def call(config: TrainConfig, steps: int = 20) -> tuple[int, dict[str, Any]]:
-        status = audit.main([f"run={save_run(config, tmp_path / 'run')}", f"steps={steps}"])
+        status = main([f"run={save_run(config, tmp_path / 'run')}", f"steps={steps}"])
         out = capsys.readouterr().out.splitlines()
         assert [line.split(":")[0] for line in out[1:-1]] == CHECKS
         found = json.loads(out[-1])
@@ -219,5 +221,5 @@ def test_a_failure_of_the_program_does_not_read_as_caught(
         raise error
 
     monkeypatch.setattr(audit, "load_asked_run", fail)
-    assert audit.main([f"run={tmp_path}", "device=cpu"]) == 3
+    assert main([f"run={tmp_path}", "device=cpu"]) == 3
     assert capsys.readouterr().err == f"failed: {type(error).__name__}: disk full\n"
