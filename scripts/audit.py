@@ -54,7 +54,6 @@ SEED = 20251028  # of the random tokens: not the seed that a run with data=rando
 
 @dataclass(frozen=True)
 class Finding:
-    check: str
     caught: bool | None  # None: undecided
     text: str
     numbers: dict[str, Any]
@@ -120,7 +119,7 @@ def future_leakage(subject: Run) -> Finding:
     model.eval()
     told = ", ".join(f"{leak:.1e} in {mode} mode" for mode, leak in leaks.items())
     text = f"changing tokens moves logits before them by {told}, of the largest change after them"
-    return Finding("future leakage", any(not leak < LEAK_TOLERANCE for leak in leaks.values()), text, leaks)
+    return Finding(any(not leak < LEAK_TOLERANCE for leak in leaks.values()), text, leaks)
 
 
 def step_0_loss(subject: Run) -> Finding:
@@ -130,7 +129,7 @@ def step_0_loss(subject: Run) -> Finding:
     warnings = [*target_warnings(x, y, tokens), *loss_warnings(session, x, y, tokens)]
     ln_v = f"ln {subject.vocab_size} = {math.log(subject.vocab_size):.3f}"
     text = "; ".join(warnings) or f"that of the next tokens, and near {ln_v}"
-    return Finding("step-0 loss", bool(warnings), text, {"warnings": warnings})
+    return Finding(bool(warnings), text, {"warnings": warnings})
 
 
 def random_token_floor(subject: Run, steps: int) -> Finding:
@@ -148,7 +147,7 @@ def random_token_floor(subject: Run, steps: int) -> Finding:
         for name, found in zip(names, numbers.values(), strict=True)
     )
     caught = any(not found["loss"] >= found["threshold"] for found in numbers.values())
-    return Finding("random-token floor", caught, text, numbers)
+    return Finding(caught, text, numbers)
 
 
 @torch.no_grad()
@@ -186,12 +185,12 @@ def cached_decoding(subject: Run) -> Finding:
     parts = [model(idx[:, a:b], caches=caches, pos=a)[0] for a, b in pairwise(starts)]
     apart = ((torch.cat(parts, 1) - full).norm() / full.norm().clamp(min=1e-30)).item()  # all logits may be 0
     text = f"with a cache the logits of {n} tokens are those of the full pass but for {apart:.0e} of their norm"
-    return Finding("cached decoding", not apart <= CACHE_TOLERANCE, text, {"relative_difference": apart})
+    return Finding(not apart <= CACHE_TOLERANCE, text, {"relative_difference": apart})
 
 
-def audit(subject: Run, steps: int) -> list[Finding]:
-    """All checks, each printed as it ends. A model that train.py refuses counts as caught."""
-    findings = []
+def audit(subject: Run, steps: int) -> dict[str, Finding]:
+    """All checks by name, each printed as it ends. A model that train.py refuses counts as caught."""
+    findings = {}
     checks: dict[str, Callable[[Run], Finding]] = {
         "future leakage": future_leakage,
         "step-0 loss": step_0_loss,
@@ -202,15 +201,15 @@ def audit(subject: Run, steps: int) -> list[Finding]:
         try:
             finding = check(subject)
         except (TooLarge, Undecided) as error:
-            finding = Finding(name, None, str(error), {"undecided": str(error)})
+            finding = Finding(None, str(error), {"undecided": str(error)})
         except ConfigError as error:
-            finding = Finding(name, True, f"it cannot be trained: {error}", {"refused": str(error)})
+            finding = Finding(True, f"it cannot be trained: {error}", {"refused": str(error)})
         except Exception as error:  # the folder's own code, memory
             why = f"the check fails: {one_line(error)}"
-            finding = Finding(name, None, why, {"undecided": why})
+            finding = Finding(None, why, {"undecided": why})
         verdict = {True: "CAUGHT", False: "ok", None: "undecided"}[finding.caught]
         print(f"{name + ':':20s}{verdict:11s}{finding.text}", flush=True)
-        findings.append(finding)
+        findings[name] = finding
     return findings
 
 
@@ -227,10 +226,10 @@ def audit_model(asked: AuditOptions) -> int:
     subject, steps = Run(asked.run, asked.checkpoint, resolve_device(asked.device)), asked.steps
     print(", ".join(f"{key} {value}" for key, value in subject.facts.items()), flush=True)
     findings = audit(subject, steps)
-    caught = [finding.check for finding in findings if finding.caught]
-    checks = {finding.check: {"caught": finding.caught, **finding.numbers} for finding in findings}
+    caught = [name for name, finding in findings.items() if finding.caught]
+    checks = {name: {"caught": finding.caught, **finding.numbers} for name, finding in findings.items()}
     print(json.dumps({**subject.facts, "caught": caught, "steps": steps, "checks": checks, "commit": commit()}))
-    return 1 if caught else 3 if any(finding.caught is None for finding in findings) else 0
+    return 1 if caught else 3 if any(finding.caught is None for finding in findings.values()) else 0
 
 
 def audit_run(asked: AuditOptions) -> int:

@@ -93,7 +93,7 @@ def test_each_fault_is_caught(fault: str, tied: bool, audited: Audited, tmp_path
 def test_an_honest_model_passes(layout: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     subject = audit.Run(str(save_run(small(layout, name), tmp_path / "run")), "best", torch.device("cpu"))
     findings = audit.audit(subject, 20)
-    assert [f.check for f in findings] == CHECKS and not any(f.caught for f in findings), capsys.readouterr().out
+    assert [*findings] == CHECKS and not any(f.caught for f in findings.values()), capsys.readouterr().out
 
 
 def test_a_mask_that_is_missing_without_a_fault_is_caught_though_train_py_refuses_it(
