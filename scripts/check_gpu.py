@@ -181,19 +181,16 @@ def tables(rows: Found) -> list[str]:
     from scripts.reporting.tables import Table  # slow to import
 
     keys = dict.fromkeys(key for row in rows.values() for key in row)
-    nested = {key: {name: row.get(key) or {} for name, row in rows.items()} for key in keys if is_nested(key, rows)}
+    nested = [key for key in keys if any(isinstance(row.get(key), dict) for row in rows.values())]
     plain = [key for key in keys if key not in nested]
     cells = [[name, *(cell(row.get(key)) for key in plain)] for name, row in rows.items()]
     lines = Table(["", *plain], cells).markdown().splitlines()
-    for key, columns in nested.items():
+    for key in nested:
+        columns = {name: row.get(key) or {} for name, row in rows.items()}
         names = dict.fromkeys(name for of in columns.values() for name in of)
         inner = {name: {column: of.get(name) for column, of in columns.items()} for name in names}
         lines += ["", f"{key}:", "", *tables(inner)]
     return lines
-
-
-def is_nested(key: str, rows: Found) -> bool:
-    return any(isinstance(row.get(key), dict) for row in rows.values())
 
 
 def outcome(part: Result) -> str:
