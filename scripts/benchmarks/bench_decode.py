@@ -164,9 +164,7 @@ def layer(config: TrainConfig, batch: int, shared: Shared) -> tuple[dict[str, St
     }
     if device.type == "cuda":
         steps = {key: graph_of(one) for key, one in steps.items()}
-    held = [x[:, :context] for x in (cache.latent, cache.k_rope)]
-    held += [x[:, :, :context] for x in (cache.key_scale, cache.mean_term) if x is not None]
-    return steps, sum(tensor.nbytes for tensor in held)
+    return steps, batch * context * gpt.cache_bytes_per_token(cache.latent.dtype)
 
 
 def graph_of(step: Step) -> Step:
