@@ -262,11 +262,13 @@ def table(result: dict[str, Any]) -> str:
 
 def cells(point: Point) -> list[str]:
     """A row of the table."""
-    sides, published = point["sides"], PAPER.get(point["context"]) if point["batch"] == 1 else None
+    sides, context = point["sides"], point["context"]
+    published = PAPER.get(context) if point["batch"] == 1 else None
+    short = f"{context // 1024}k" if context % 1024 == 0 else str(context)
     times = {name: f"{s['ms']:.3f} ({s['ms_lowest']:.3f}–{s['ms_highest']:.3f})" for name, s in sides.items()}
     rms = sides["rms"]
     return [
-        str(point["batch"]), short(point["context"]), f"{point['starts']} × {point['rounds']}",
+        str(point["batch"]), short, f"{point['starts']} × {point['rounds']}",
         times["absorbed"], times["rms"], overhead_of(point, "rms"), times["lp"], overhead_of(point, "lp"),
         "/".join(f"{sides[name]['cache_bytes'] / 2**20:.1f}" for name in ("absorbed", "rms")),
         f"{rms['attend_gb_per_s']:.1f} ({100 * rms['attend_of_copy']:.0f} %)",
@@ -277,10 +279,6 @@ def cells(point: Point) -> list[str]:
 def overhead_of(point: Point, name: str) -> str:
     found = point["overhead_percent"][name]
     return f"{found['median']:+.2f} %" + (f" ({found['low']:+.2f} to {found['high']:+.2f})" if "low" in found else "")
-
-
-def short(context: int) -> str:
-    return f"{context // 1024}k" if context % 1024 == 0 else str(context)
 
 
 def bench(values: DecodeOptions, overrides: list[str]) -> dict[str, Any]:
