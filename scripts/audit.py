@@ -92,16 +92,16 @@ class Run:
             "wandb": WandbOptions(mode="disabled"),
             "gradient_accumulation_steps": min(self.config.gradient_accumulation_steps, MOST_MICRO_BATCHES),
         }  # fmt: skip
-        said = io.StringIO()
+        config, said = replace(self.config, **changes), io.StringIO()
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(said), redirect_stderr(said):
-            status = train.run(replace(self.config, **changes, out_dir=f"{folder}/run"))
+            status = train.run(replace(config, out_dir=f"{folder}/run"))
             if status > 128:
                 sys.exit(status)
             lines = Metrics.read(Path(folder) / "run" / "metrics.jsonl")
         losses = [line["train/loss"] for line in lines if line.get("train/loss") is not None]  # null: not finite
         if len(losses) < steps:
             raise Undecided(f"its training on random tokens diverges at iteration {len(losses)}")
-        return losses, self.config.tokens_per_iter
+        return losses, config.tokens_per_iter
 
 
 # -----------------------------------------------------------------------------
