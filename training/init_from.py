@@ -1,6 +1,7 @@
 """init_from=: a new run begins with weights of another one, or of what others keep (training/origin.py)."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -46,15 +47,12 @@ def load_initial_weights(config: TrainConfig, model: GPT, corpus: Corpus) -> lis
     if config.init_from is None:
         return []
     begun = not config.fresh and bool(checkpoint.step_dirs(config.run_dir / "ckpt"))
-    try:
-        here = sha256_of(config.init_from)
-    except ConfigError:
-        if not begun:
-            raise
-        here = "none"
     if begun:
-        changed = f"init_from={config.init_from} has changed or is gone: the run goes on from its own checkpoint"
-        return [] if here == config.init_sha256 else [changed]
+        with suppress(ConfigError):  # it may be gone
+            if sha256_of(config.init_from) == config.init_sha256:
+                return []
+        return [f"init_from={config.init_from} has changed or is gone: the run goes on from its own checkpoint"]
+    here = sha256_of(config.init_from)
     told = f"has changed: its SHA-256 is {here[:12]}, not init_sha256={config.init_sha256}"
     advice = "of a run that trains now, name one checkpoint, as RUN/ckpt/step_000500"
     require(here == config.init_sha256, f"init_from={config.init_from} {told}; {advice}")
