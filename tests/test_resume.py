@@ -407,15 +407,15 @@ def test_a_signal_amid_an_evaluation_saves_at_once_and_leaves_nothing_of_it(
     call: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train.run(configured(corpus, tmp_path / "straight", eval_iters=2)) == 0
-    until, calls = evaluate.until, list[Any]()
+    mean_loss, calls = evaluate.mean_loss, list[Any]()
 
     def signalled(*given: Any) -> Any:
         calls.append(given)
         if len(calls) == call:
             signal.raise_signal(signal.SIGTERM)
-        return until(*given)
+        return mean_loss(*given)
 
-    monkeypatch.setattr(evaluate, "until", signalled)
+    monkeypatch.setattr(evaluate, "mean_loss", signalled)
     run = tmp_path / "run"
     assert train.run(configured(corpus, run, eval_iters=2)) == 143
     assert checkpoint.load(run / "ckpt" / "latest").step == saved_json(run, "status")["iter"] == 2

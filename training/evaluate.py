@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -24,15 +24,20 @@ DIAGNOSED_TOKENS = 2**13  # the diagnostics compute every logit of these windows
 
 
 @torch.no_grad()
-def mean_loss(model: nn.Module, batches: Iterable[Batch], machine: Machine) -> float:
+def mean_loss(
+    model: nn.Module, batches: Iterable[Batch], machine: Machine, stop: dist.AgreedStop | None = None
+) -> float:
     """Nats a token over `batches` of (B, T) inputs and targets, which the ranks share out. Targets of -1 do not count.
-    The model is put into evaluation mode and back; nothing random is drawn."""
+    The model is put into evaluation mode and back; nothing random is drawn. After `stop` no more batches are computed,
+    and the mean counts for nothing."""
     world, device = machine.world, machine.device
     losses, counts = [], []
     was_training = model.training
     model.eval()
     with machine.autocast():  # around all of them: it casts a weight once
         for i, (x, y) in enumerate(batches):
+            if stop is not None and stop.at_once():
+                break
             if i % world.size == world.rank:
                 losses.append(model(move(x, device), move(y, device))[1])
                 counts.append(int((y >= 0).sum()))
@@ -45,19 +50,11 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch], machine: Machine) -> f
     return (loss_sum / n_targets).item()
 
 
-def until(stop: dist.AgreedStop | None, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The batches; no more of them after `stop`, with which their mean counts for nothing."""
-    for batch in batches:
-        if stop is not None and stop.at_once():
-            return
-        yield batch
-
-
 def validation_loss(session: Session, stop: dist.AgreedStop | None = None) -> dict[str, float]:
     """val/loss, over every held-out token once (but the first of a range, which nothing predicts); in bits a character
     and a byte as well, where the tokens are text."""
     windows = max(1, EVAL_TOKENS[session.machine.device.type] // session.config.model.block_size)
-    loss = mean_loss(session.forward, until(stop, session.data.batches.eval_batches(windows)), session.machine)
+    loss = mean_loss(session.forward, session.data.batches.eval_batches(windows), session.machine, stop)
     n_bytes, n_chars = session.data.text_per_target
     if not n_chars:
         return {"val/loss": loss}
@@ -73,7 +70,7 @@ def sampled_losses(session: Session, stop: dist.AgreedStop | None = None) -> dic
     losses = {}
     for part in ("train", "val"):
         drawn = (batches.sampled_batch(part, i) for i in range(n))
-        losses[f"{part}/loss_sampled"] = mean_loss(session.forward, until(stop, drawn), session.machine)
+        losses[f"{part}/loss_sampled"] = mean_loss(session.forward, drawn, session.machine, stop)
     return losses
 
 
