@@ -157,9 +157,8 @@ class Session:
         return range(world.rank, self.config.gradient_accumulation_steps, world.size)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint holds, by group and name."""
-        weights: dict[str, Tensor] = dict(self.model.state_dict())  # with the buffers that a plugin has saved
-        return {"model": weights, "optimizer": self.optimizer.tensors()}
+        """What a checkpoint holds, by group and name: the model's weights, with the buffers that a plugin has saved."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.tensors()}
 
     def load_tensors(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         """Raises: CorruptCheckpoint or KeyError, before anything is loaded, where one is not as in tensors()."""
