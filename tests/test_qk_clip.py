@@ -57,7 +57,7 @@ def logits_of(model: GPT, idx: Tensor) -> list[Tensor]:
 
 
 def clip_line(attentions: Any, options: NoClipOptions) -> dict[str, float]:
-    maxima = qk_clip(attentions, options)
+    maxima = qk_clip(attentions, options, torch.zeros(()))
     assert maxima is not None
     return qk_clip_line(maxima, options)
 
@@ -243,7 +243,7 @@ def test_generated_code_has_the_outputs_and_maxima_of_eager_code(attention: str)
             y = forward(x, (model.cos, model.sin))
             if i > 0:
                 found[-1] += [attn.max_logits, y.detach()]
-                qk_clip([attn], QKClipOptions(threshold=1.0))
+                qk_clip([attn], QKClipOptions(threshold=1.0), torch.zeros(()))
     assert found[0][0].min() > 1 and not torch.equal(*found[0][::2])
     for eager, generated in zip(*found, strict=True):
         torch.testing.assert_close(generated, eager)

@@ -13,7 +13,7 @@ from training.metrics import REDUCTIONS, row_of
 
 
 @torch.no_grad()
-def qk_clip(attentions: Sequence[Any], options: NoClipOptions, frozen: Tensor | None = None) -> Tensor | None:
+def qk_clip(attentions: Sequence[Any], options: NoClipOptions, frozen: Tensor) -> Tensor | None:
     """Clip every layer by the maximal logits of this update's forwards, over all ranks and micro-batches. qk_clip=log
     changes no weight, nor does a `frozen`, (), of 1. Returns the maxima before the clip, (n_layer, n_head), without
     waiting for a GPU; None for qk_clip=none."""
@@ -23,8 +23,7 @@ def qk_clip(attentions: Sequence[Any], options: NoClipOptions, frozen: Tensor | 
     maxima = dist.all_reduce(maxima, maximum=True)
     if isinstance(options, QKClipOptions):
         for attention, gamma in zip(attentions, gammas(maxima, options), strict=True):
-            if frozen is not None:
-                gamma = torch.where(frozen > 0, torch.ones_like(gamma), gamma)
+            gamma = torch.where(frozen > 0, torch.ones_like(gamma), gamma)
             if maxima.device.type != "cpu" or (gamma < 1).any():  # a GPU always scales: to look at gamma would wait
                 attention.scale_logits(gamma, options.balance)
     return maxima
