@@ -1,6 +1,6 @@
 """init_from=: a new run begins with weights of another one, or of what others keep (training/origin.py)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -84,25 +84,22 @@ def misfits_of(origin: Origin, config: TrainConfig, tokenizer: Tokenizer) -> lis
     return misfits
 
 
-def warnings_of(origin: Origin, config: TrainConfig, corpus: Corpus) -> list[str]:
-    warnings = [*origin.notes]
+def warnings_of(origin: Origin, config: TrainConfig, corpus: Corpus) -> Iterator[str]:
+    yield from origin.notes
     if not origin.state:
-        return warnings
+        return
     theirs = load_config(origin.state["config"])
     if theirs.fault.name != "none":
-        warnings.append(f"was trained with fault={theirs.fault.name}")
-    warnings += [
-        f"may compute something else here: {said}" for said in changed_plugins(origin.state.get("plugins") or {})
-    ]
+        yield f"was trained with fault={theirs.fault.name}"
+    for said in changed_plugins(origin.state.get("plugins") or {}):
+        yield f"may compute something else here: {said}"
     if origin.state.get("corpus_sha256") == corpus.sha256:
         if trained_on_held_out(theirs, corpus):
-            warnings.append("was trained on text that this run holds out: the validation loss is too low")
+            yield "was trained on text that this run holds out: the validation loss is too low"
     elif place_of(theirs) == place_of(config):
-        warnings.append("was trained on a text that has changed since: it may have had what this run holds out")
+        yield "was trained on a text that has changed since: it may have had what this run holds out"
     if theirs.init_from is not None:
-        began = f"was itself begun from {theirs.init_from}"
-        warnings.append(f"{began}, which may have seen the text that this run holds out")
-    return warnings
+        yield f"was itself begun from {theirs.init_from}, which may have seen the text that this run holds out"
 
 
 def place_of(config: TrainConfig) -> tuple[str, str | None]:
