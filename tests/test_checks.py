@@ -154,7 +154,7 @@ def test_a_text_with_few_different_windows_does_not_repeat_batches(text: Sequenc
     tokens = np.array([*text, 0, 0])
     of = Split(train=((0, len(text)),), val=((len(text), len(tokens)),))
     for seed in range(20):
-        assert not repetition(Batches(tokens, of, 16, batch_size, seed), tokens[: len(text)])
+        assert not [*repetition(Batches(tokens, of, 16, batch_size, seed), tokens[: len(text)])]
 
 
 def test_a_long_stretch_of_one_token_does_not_repeat_batches() -> None:
@@ -163,7 +163,7 @@ def test_a_long_stretch_of_one_token_does_not_repeat_batches() -> None:
     parts = rng.integers(26, size=80_000), np.zeros(8_000_000, int), rng.integers(26, size=900_000)
     tokens = np.concatenate(parts).astype(np.uint16)
     batches = Batches(tokens, Split(((0, len(tokens) - 1000),), ((len(tokens) - 1000, len(tokens)),)), 16, 8, 1337)
-    assert not repetition(batches, batches.some_tokens())
+    assert not [*repetition(batches, batches.some_tokens())]
 
 
 def test_an_initial_loss_far_from_a_guess_is_warned_of(

@@ -93,9 +93,7 @@ def start_up_checks(session: Session) -> list[str]:
     batches = session.data.batches
     text = batches.some_tokens()
     x, y = batches.get_batch(0)  # (B, T)
-    fatal = [*future_seen(session), *windows_mixed(session, x)]
-    if repeated := repetition(batches, text):
-        fatal.append(f"training repeats one batch: {repeated}")
+    fatal = [*future_seen(session), *windows_mixed(session, x), *repetition(batches, text)]
     require(session.config.fault.name != "none" or not fatal, "; ".join(fatal))
     warnings = [*fatal, *target_warnings(x, y, text), *loss_warnings(session, x, y, text), *norm_warnings(session)]
     warnings += [*attention_warnings(session), *held_out_warnings(session), *unsaved_warnings(session, x, y)]
@@ -150,20 +148,20 @@ def variants_of(session: Session) -> str:
     return " ".join(filter(None, [f"attention={config.attention.name}", norm, *chosen]))
 
 
-def repetition(batches: Batches, tokens: np.ndarray) -> str:
-    """What repeats if iterations 0 to n, or micro-batches 0 to n of iteration 0, all get the same batch; else "". n is
-    such that this has a probability of at most 1e-9 by chance. tokens: pieces of the training text."""
+def repetition(batches: Batches, tokens: np.ndarray) -> Iterator[str]:
+    """A warning if iterations 0 to n, or micro-batches 0 to n of iteration 0, all get the same batch. n is such that
+    this has a probability of at most 1e-9 by chance. tokens: pieces of the training text."""
     starts = tokens[: max(1, len(tokens) - batches.block_size)]
     same = np.unique(starts, return_counts=True)[1].max() / len(starts)  # P(a first token is equal to the one before)
     if same == 1:  # a text of one repeated token
-        return ""
+        return
     n = math.ceil(math.log(1e-9) / (batches.batch_size * math.log(same)))
     x, _ = batches.get_batch(0)
     others = {"iterations": [(i, 0) for i in range(1, n + 1)], "micro-batches": [(0, i) for i in range(1, n + 1)]}
     for what, steps in others.items():
         if all(torch.equal(batches.get_batch(*step)[0], x) for step in steps):
-            return f"{what} 0 to {n} are equal"
-    return ""
+            yield f"training repeats one batch: {what} 0 to {n} are equal"
+            return
 
 
 def norm_warnings(session: Session) -> Iterator[str]:
