@@ -463,8 +463,7 @@ def load_config(source: Mapping[str, Any]) -> TrainConfig:
 
 def stored_config(source: Mapping[str, Any]) -> TrainConfig:
     """A config.yaml, or a config of a plan, for programs that only read: nothing is imported, no rule is checked."""
-    config: TrainConfig = build(TrainConfig, source, reads=True)
-    return config
+    return build(TrainConfig, source, reads=True)
 
 
 def to_yaml(config: Any) -> str:
