@@ -236,13 +236,9 @@ def start_bound(command: Sequence[str], last: str = "", **how: Any) -> subproces
 def input_for_life(pid: int) -> int:
     """A pipe that ends when this process does. A process that is forked from it does not keep it open."""
     reads, writes = os.pipe()
-    left = [writes]
-
-    def close() -> None:
-        while left:  # a grandchild has nothing left to close
-            os.close(left.pop())
-
-    os.register_at_fork(after_in_child=close)
+    left = contextlib.ExitStack()  # a grandchild has nothing left to close
+    left.callback(os.close, writes)
+    os.register_at_fork(after_in_child=left.close)
     return reads
 
 
