@@ -56,8 +56,6 @@ class RunDir:
     print_line: what log() prints with.
     """
 
-    hides_bar = False
-
     def __init__(self, path: Path, lock: FileLock | None = None, finished: bool = False) -> None:
         self.path = path
         self.state: str | None = read_status(path).get("state")
@@ -154,8 +152,8 @@ class RunDir:
 
     @contextmanager
     def progress_bar(self, total: int, initial: int) -> Iterator[tqdm]:
-        """A bar on a terminal; log() prints above it."""
-        disable = True if self.hides_bar or not sys.stderr else None  # None: tqdm looks for a terminal
+        """A bar on a terminal, for the rank that holds the lock; log() prints above it."""
+        disable = True if self._lock is None or not sys.stderr else None  # None: tqdm looks for a terminal
         with tqdm(total=total, initial=initial, unit="it", disable=disable, dynamic_ncols=True) as bar:
             self.print_line = bar.write
             try:
@@ -184,8 +182,6 @@ class RunDir:
 
 class ReadOnlyRunDir(RunDir):
     """The run directory as ranks other than 0 see it: they read it, and what they write goes nowhere."""
-
-    hides_bar = True
 
     def _skip(*_: Any, **__: Any) -> None:
         """Rank 0 does it."""
