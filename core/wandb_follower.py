@@ -172,13 +172,11 @@ def finish(run: Any, run_dir: Path, mode: str, job: Mapping[str, Any], say: Say)
     except Exception as error:
         say(f"W&B has not got the artifacts ({type(error).__name__}: {error})")
     file = Path(run.settings.sync_file)
-    try:
+    with suppress(TimeoutError):
         run.finish(exit_code=EXIT_CODES.get(summary["status"], 1))
         if mode != "offline":
             mark_synced([file])
             return
-    except TimeoutError:
-        pass
     unsent = [file for file in recordings(run_dir) if not Path(f"{file}.synced").exists()]
     if any(file.parent.name.startswith("run-") and last_recorded(file) >= 0 for file in unsent):
         say(f"W&B has not got all of this run; later: python -m core.wandb_follower send {shlex.quote(str(run_dir))}")
