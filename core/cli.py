@@ -136,7 +136,7 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     parsed = [parse(word) for word in words]
     for word in overrides:
         require(not word.lstrip("+").startswith("hydra"), f"{word} has no effect: Hydra composes the settings, no more")
-    register_with_hydra(schema, words)
+    register_with_hydra(schema, {override.key_or_group: override.value() for override in parsed})
     options = options_of(schema)
     without_setting = preset_files(schema).keys() - declared(schema).keys()  # as experiment
     for override in parsed:
@@ -160,20 +160,14 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in nested.items()}
 
 
-def values_of(overrides: list[str]) -> dict[str, Any]:
-    """What the command line names, with its values."""
+def load_early(schema: type, overrides: list[str]) -> None:
+    """Import the plugins that the command line names, else those of the chosen presets' files: Hydra must know their
+    options before it composes."""
     given: dict[str, Any] = {}
     for word in overrides:
         with contextlib.suppress(ConfigError):  # beside --help anything may stand
             parsed = parse(word)
             given[parsed.key_or_group] = parsed.value()
-    return given
-
-
-def load_early(schema: type, overrides: list[str]) -> None:
-    """Import the plugins that the command line names, else those of the chosen presets' files: Hydra must know their
-    options before it composes."""
-    given = values_of(overrides)
     presets = [CONFIG_DIR / group / f"{given[group]}.yaml" for group in preset_files(schema) if group in given]
     contents = []
     for file in presets:
@@ -191,8 +185,9 @@ def load_asked(schema: type, content: Mapping[str, Any]) -> None:
             loads.asked(convert(content[key], setting.kind, key))
 
 
-def register_with_hydra(schema: type, overrides: list[str]) -> None:
-    """Tell Hydra the defaults and the options of every group, so that YAML files hold presets alone.
+def register_with_hydra(schema: type, given: Mapping[str, Any]) -> None:
+    """Tell Hydra the defaults and the options of every group, so that YAML files hold presets alone. given: what the
+    command line names, with its values.
 
     configs/GROUP/NAME.yaml is a preset; configs/GROUP/OPTION/MODEL.yaml holds the values of an option for model=MODEL.
     What schema.begun_with() has of a group stands for its defaults, and for the preset of model=. A group whose option
@@ -200,7 +195,7 @@ def register_with_hydra(schema: type, overrides: list[str]) -> None:
     """
     from hydra.core.config_store import ConfigStore
 
-    store, known, given = ConfigStore.instance(), declared(schema), values_of(overrides)
+    store, known = ConfigStore.instance(), declared(schema)
     begun = schema.begun_with(given) if hasattr(schema, "begun_with") else {}
     files = preset_files(schema)
     named = [CONFIG_DIR / group / f"{given[group]}.yaml" for group in files if group in given]
