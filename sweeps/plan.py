@@ -90,18 +90,17 @@ def plan_runs(sweep: Definition, overrides: list[str]) -> list[PlannedRun]:
                     config = with_init_sha256(config)
             except ConfigError as error:
                 raise ConfigError(f"{error} (in the run {' '.join(given)})") from error
-            run_id = config.run_dir.name
-            other = ids.setdefault((plain(point), fold, seed), run_id)
-            require(other == run_id, f"two points of the grid have the name {point}: give them other labels")
-            if run_id in runs:
-                changed = changes(runs[run_id].config, config)
-                both = f"the points {runs[run_id].points[0]} and {point}"
+            run = PlannedRun(config.run_dir.name, [point], seed, fold, given, config)
+            other = ids.setdefault((plain(point), fold, seed), run.id)
+            require(other == run.id, f"two points of the grid have the name {point}: give them other labels")
+            first = runs.setdefault(run.id, run)
+            if first is not run:
+                changed = all_changes(first, run)
+                both = f"the points {first.points[0]} and {point}"
                 require(
                     not changed, f"{both} have one run id, which does not depend on {', '.join(changed)}: leave one out"
                 )
-                runs[run_id].points.append(point)
-            else:
-                runs[run_id] = PlannedRun(run_id, [point], seed, fold, given, config)
+                first.points.append(point)
     return list(runs.values())
 
 
@@ -320,8 +319,9 @@ def merge_plans(
 
 
 def all_changes(old: PlannedRun, new: PlannedRun) -> list[str]:
-    """The settings that differ between two plans of one run."""
-    return changes(old.config, new.config) or ([f"id {old.id} -> {new.id}"] if old.id != new.id else [])
+    """Every setting that differs between two plans of one run, whether or not it decides the numbers."""
+    found = differences(*({**flatten(asdict(run.config)), **run.config.trajectory} for run in (old, new)))
+    return found or ([f"id {old.id} -> {new.id}"] if old.id != new.id else [])
 
 
 def changed_numbers(varied: Collection[str], old: PlannedRun, new: PlannedRun) -> list[str]:
@@ -409,8 +409,3 @@ def read_about(sweep_dir: Path) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{file} that cannot be read: {error}") from error
     return about
-
-
-def changes(old: TrainConfig, new: TrainConfig) -> list[str]:
-    """Every setting that differs, whether or not it decides the numbers."""
-    return differences(*({**flatten(asdict(config)), **config.trajectory} for config in (old, new)))
