@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from core.files import FileLock, is_locked, open_regular, read_json, write_json
+from core.files import FileLock, open_regular, read_json, write_json
 from core.rundir import LOCK_TIMEOUT
 
 
@@ -42,10 +42,6 @@ def claimed(sweep_dir: Path, run_id: str) -> Iterator[dict[str, Any] | None]:
     """The content of a run's claim while this process holds it; None if another process does."""
     with FileLock(sweep_dir / "claims" / run_id, LOCK_TIMEOUT) as lock:
         yield read_claim(sweep_dir, run_id) if lock.held else None
-
-
-def is_claimed(sweep_dir: Path, run_id: str) -> bool:
-    return is_locked(sweep_dir / "claims" / run_id)
 
 
 def read_claim(sweep_dir: Path, run_id: str) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from statistics import fmean
 from typing import Annotated
 
 from core.cli import run_script
-from core.files import NEXT, expand, read_regular
+from core.files import NEXT, expand, is_locked, read_regular
 from core.process import printable, say
 from core.record import Lines
 from core.rundir import at_end, is_open, read_status
 from core.schema import NOT_EMPTY, Help, options, require
-from sweeps.claims import is_claimed, read_claim
+from sweeps.claims import read_claim
 from sweeps.definition import sweep_name
 from sweeps.plan import PlannedRun, read_plan
 
@@ -45,7 +45,7 @@ class State:
 def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> State:
     """The state of a run, from its files and locks. launch: the one whose tries are counted."""
     path = sweep_dir / run.id
-    held = not at_end(path) and (is_claimed(sweep_dir, run.id) or is_open(path))
+    held = not at_end(path) and (is_locked(sweep_dir / "claims" / run.id) or is_open(path))
     status = read_status(path)  # after the locks: the run may have ended since the first look
     state, step, reason = status.get("state"), status.get("iter"), printable(str(status.get("reason", "")))
     if not held and at_end(path):

@@ -15,11 +15,12 @@ from helpers.runs import assert_same_run
 from helpers.sweeps import frozen, launched, pending_signals, times_finished, tiny_sweep
 
 import train
+from core.files import is_locked
 from core.plugins import find_plugin
 from core.process import StopSignal
 from core.rundir import read_status
 from sweeps import launch
-from sweeps.claims import Launch, is_claimed, read_claim
+from sweeps.claims import Launch, read_claim
 from sweeps.launchers import Launcher, Slurm, SlurmOptions, Task
 from sweeps.plan import read_plan
 from sweeps.status import State
@@ -175,7 +176,7 @@ def test_a_task_that_receives_usr2_saves_and_is_requeued(sweep: OnSlurm, undistu
     eventually(lambda: sweep.tasks().get(task) == "PENDING")
     [reason] = [read_status(sweep.path / run.id) for run in read_plan(sweep.path)[:1]]
     assert (reason["state"], reason["reason"]) == ("stopped", "SIGTERM") and 10 <= reason["iter"] < 80
-    assert not is_claimed(sweep.path, read_plan(sweep.path)[0].id)
+    assert not is_locked(sweep.path / "claims" / read_plan(sweep.path)[0].id)
     time.sleep(2)  # enough for a launcher that would take it for dead
     assert sweep.tasks() == {task: "PENDING"}
     shell("scontrol", "update", f"JobId={task}", "StartTime=now")  # by itself it waits two minutes
