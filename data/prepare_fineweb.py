@@ -545,9 +545,5 @@ class ShardWriter:
         return {**{key: self.total(key) for key in self.current}, "shards": self.shards}
 
 
-def main() -> None:
-    sys.exit(run_script(PrepareFineWebConfig, prepare, __doc__))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(PrepareFineWebConfig, prepare, __doc__))

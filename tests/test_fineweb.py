@@ -152,11 +152,12 @@ def test_a_crash_at_any_write_neither_doubles_nor_loses_a_document(
 
 SLOWLY = """
 import sys
+from core.cli import run_script
 from data import prepare_fineweb
 prepare_fineweb.SAVE_SECONDS = 0.0
 prepare_fineweb.BATCH_DOCUMENTS = 2
 if __name__ == "__main__":
-    prepare_fineweb.main()
+    sys.exit(run_script(prepare_fineweb.PrepareFineWebConfig, prepare_fineweb.prepare, None))
 """
 
 
