@@ -161,8 +161,7 @@ class Local:
         """Have each worker save its run and end. KeyboardInterrupt during that kills them."""
         processes = self.processes()
         try:
-            for process in processes:
-                process.send_signal(signal.SIGTERM)
+            self.abandon()
             deadline = time.monotonic() + PATIENCE
             for process in processes:
                 process.wait(max(0.1, deadline - time.monotonic()))
