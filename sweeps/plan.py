@@ -6,7 +6,6 @@ plan.jsonl   a line a run, with its whole config     sweep.json   the definition
 code_*.diff  uncommitted changes at such a commit    RUN_ID/      the directory of each run
 """
 
-import functools
 import itertools
 import json
 import math
@@ -14,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def plan_runs(sweep: Definition, overrides: list[str]) -> list[PlannedRun]:
     """All runs of a sweep, composed and checked. `overrides` apply to all of them. The runs of one fold stand together,
     so that an unfinished sweep compares over whole folds."""
     check_overrides(sweep, overrides)
-    composed = functools.cache(compose)  # slow: once for each choice of options
+    composed = cache(compose)  # slow: once for each choice of options
     runs: dict[str, PlannedRun] = {}
     ids: dict[tuple[str, int | None, int], str] = {}  # of each point, fold and seed
     parts = {
@@ -336,7 +335,7 @@ def belongs(key: str, group: str) -> bool:
     return group in PRESETS or f"{key}.".startswith(f"{group}.")
 
 
-@functools.cache
+@cache
 def free_keys() -> set[str]:
     """The FREE settings and groups, which do not decide the losses, but for LENGTH."""
     groups: list[tuple[str, Any]] = [("", TrainConfig)]
