@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,6 @@ from training.config import TrainConfig
 
 RANKS = str(Path(__file__).resolve())
 ON_SLURM = "NANOQK_SLURM_RANKS"  # set for the ranks of a SLURM task
-LOOK = 0.5  # seconds between two looks at standard input
 
 # -----------------------------------------------------------------------------
 # The worker's side
@@ -77,7 +75,7 @@ def stop_once(*numbers: int) -> set[int]:
 def input_ends() -> None:
     """Waits for the end of the parent, which has the other end of standard input, and writes nothing."""
     while os.read(0, 1):
-        time.sleep(LOOK)
+        pass
 
 
 def launch_ranks(arguments: str, config: str) -> int:
