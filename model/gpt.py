@@ -426,8 +426,12 @@ class MultiHeadLatentAttention(CausalAttention):
         """(..., dn + dr) -> (..., dn), (..., dr)"""
         return x[..., : self.nope_dim], x[..., self.nope_dim :]
 
-    def keys_and_values(self, latent: Tensor, k_rope: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Keys (B, nh, T, dn + dr) and values (B, nh, T, dv) of the first T positions."""
+    def join(self, nope: Tensor, rope: Tensor) -> Tensor:
+        """(B, nh, T, dn), and (B, 1, T, dr) shared by the heads or (B, nh, T, dr) -> (B, nh, T, dn + dr)"""
+        return torch.cat([nope, rope.expand(-1, self.n_head, -1, -1)], -1)
+
+    def explicit(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rope: Rope) -> Tensor:
+        """Attention over keys and values formed from the latents of the same T positions -> (B, nh, T, dv)."""
         B, T, _ = latent.shape
         k_nope, v = (
             part.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, nh, T, dn) and (B, nh, T, dv)
@@ -437,15 +441,7 @@ class MultiHeadLatentAttention(CausalAttention):
             k_nope, k_rope = self.split(self.k_norm(self.join(k_nope, k_rope)))
         else:
             k_nope = self.k_norm(k_nope)
-        return self.join(k_nope, rotate(k_rope, rope)), v
-
-    def join(self, nope: Tensor, rope: Tensor) -> Tensor:
-        """(B, nh, T, dn), and (B, 1, T, dr) shared by the heads or (B, nh, T, dr) -> (B, nh, T, dn + dr)"""
-        return torch.cat([nope, rope.expand(-1, self.n_head, -1, -1)], -1)
-
-    def explicit(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, rope: Rope) -> Tensor:
-        """Attention over keys and values formed from the latents of the same T positions -> (B, nh, T, dv)."""
-        k, v = self.keys_and_values(latent, k_rope, rope)
+        k = self.join(k_nope, rotate(k_rope, rope))  # (B, nh, T, dn + dr)
         q = torch.cat([q_nope, q_rope], -1)
         self.observe(q, k, self.logit_scale.softmax_scale)
         return self.attend(q, k, v, self.logit_scale.softmax_scale)
