@@ -104,11 +104,6 @@ FREE = (
 )  # fmt: skip
 
 
-def hugging_face(model: GPT) -> tuple[Config, State]:
-    """Raises: ConfigError where no architecture fits."""
-    return config_json(model), renamed(model, model.state_dict())
-
-
 def config_json(model: Any) -> Config:
     architecture, m = architecture_of(model.config), model.config.model
     gpt2 = architecture == "GPT2"
@@ -140,7 +135,7 @@ def config_json(model: Any) -> Config:
 
 def settings_from(config: Config, weights: State) -> GPTConfig:
     """The settings of the model in a folder: GPT-2 as the Hub has it (the names by gpt2_names()), or what
-    hugging_face() gives. Raises: ConfigError for a model that is not ours, KeyError for a missing key."""
+    config_json() gives. Raises: ConfigError for a model that is not ours, KeyError for a missing key."""
     kind = config.get("model_type")
     require(kind in MODEL_TYPES, f"model_type={show(kind)} must be one of {', '.join(MODEL_TYPES)}")
     gpt2 = kind == "gpt2"

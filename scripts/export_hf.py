@@ -20,14 +20,14 @@ from core.schema import NOT_EMPTY, REQUIRED, Help, options, require
 from data.hf_tokenizer import tokenizer_json
 from data.tokenizer import SEPARATOR, Tokenizer
 from model.gpt import GPT
-from model.hf import architecture_of, hugging_face
+from model.hf import architecture_of, config_json, renamed
 from sample import Plugins, RunPath, Which, load_asked_run
 
 
 def export(model: GPT, tokenizer: Tokenizer, out: Path, fault: str = "none") -> list[str]:
     """Write the folder, completely or not at all. Returns the names of its files. Raises: ConfigError before anything
     is written, where no architecture fits or `out` exists; OSError."""
-    config, state = hugging_face(model)
+    config, state = config_json(model), renamed(model, model.state_dict())
     if fault != "none":
         config["fault"] = fault  # transformers keeps the key and ignores it
     config["eos_token_id"] = separator = tokenizer.separator  # it ends generation
