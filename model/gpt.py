@@ -144,14 +144,10 @@ class Alpha(LateInit):
     def __init__(self, options: LpNormOptions, n_head: int, block_dims: tuple[int, ...], block_size: int):
         super().__init__()
         self.alpha_map = options.alpha_map
-        self.initial = initial_alpha(options, block_dims, block_size)
-        self.raw = nn.Parameter(torch.empty(n_head if options.alpha_per == "head" else 1))
-
-    def init_weights(self) -> None:
-        alpha = self.initial
+        alpha = initial_alpha(options, block_dims, block_size)
         # softplus(raw) = alpha at raw = alpha + log(1 - exp(-alpha))
         raw = {"exp": math.log(alpha), "softplus": alpha + math.log(-math.expm1(-alpha)), "linear": alpha}
-        nn.init.constant_(self.raw, raw[self.alpha_map])
+        self.raw = self.new_parameter(n_head if options.alpha_per == "head" else 1, raw[self.alpha_map])
 
     def forward(self) -> Tensor:
         return self.MAPS[self.alpha_map](self.raw).view(-1, 1, 1)  # (nh or 1, 1, 1)

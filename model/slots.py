@@ -30,17 +30,8 @@ class LateInit(nn.Module):
     """A module that sets its own parameters, after all others are set, so that the others get the same random
     numbers, whatever fills the slots."""
 
-    def init_weights(self) -> None:
-        pass
-
-
-class Variant(LateInit):
-    """What fills a slot, built from its options and, by slot: head_dim, n_head (QKNorm); the GPTConfig (Logits,
-    Softmax); the GPTConfig, v_dim (Output); the block (Weights)."""
-
-    def __init__(self, options: Any, *_: Any):
+    def __init__(self) -> None:
         super().__init__()
-        self.options = options
         self.starts: list[tuple[nn.Parameter, float]] = []
 
     def new_parameter(self, n: int, start: float) -> nn.Parameter:
@@ -54,6 +45,15 @@ class Variant(LateInit):
 
     def after_update(self) -> None:
         """Called without gradients after every update, also after one that was skipped because it was not finite."""
+
+
+class Variant(LateInit):
+    """What fills a slot, built from its options and, by slot: head_dim, n_head (QKNorm); the GPTConfig (Logits,
+    Softmax); the GPTConfig, v_dim (Output); the block (Weights)."""
+
+    def __init__(self, options: Any, *_: Any):
+        super().__init__()
+        self.options = options
 
 
 class QKNorm(Variant):

@@ -275,7 +275,7 @@ def test_sigma_reparam_gives_every_projection_the_largest_singular_value_gamma(l
         linear.weight.add_(0.02 * torch.randn_like(linear.weight))
         linear.reparam.gamma.uniform_(0.5, 2)
         for _ in range(1000):
-            linear.reparam.iterate()
+            linear.reparam.after_update()
         for part, gamma in zip(linear.matrix().split(linear.split_sizes), linear.reparam.gamma, strict=True):
             assert torch.linalg.matrix_norm(part, 2).item() == pytest.approx(gamma.item(), rel=1e-3)
 

@@ -17,7 +17,7 @@ from core import dist
 from core.device import move, seed_generator
 from core.schema import require
 from model.kernels.operators import nanoqk
-from model.slots import Variant
+from model.slots import LateInit
 from training.optim import Optimizer
 from training.session import Batch, Machine, Session
 
@@ -131,7 +131,7 @@ def clip_gradients(session: Session) -> Tensor:
 @contextlib.contextmanager
 def applying_weights_variant(model: Any) -> Iterator[None]:
     """Wraps optimizer.step(). Rows of a block's update_factors() (weights=quack) move by that factor of the step. Then
-    every variant's after_update() is called, also where the step was skipped."""
+    every LateInit module's after_update() is called, also where the step was skipped."""
     with torch.no_grad():
         found = [factors for block in model.transformer.h for factors in block.weights.update_factors()]
         held = {p.untyped_storage().data_ptr() for p in model.parameters()} if found else set()
@@ -142,7 +142,7 @@ def applying_weights_variant(model: Any) -> Iterator[None]:
         for (rows, factor), old in zip(found, before, strict=True):
             rows.copy_(torch.lerp(old, rows, factor))
         for part in model.modules():
-            if isinstance(part, Variant):
+            if isinstance(part, LateInit):
                 part.after_update()
 
 

@@ -42,7 +42,7 @@ class Reparam(LateInit):
         return torch.cat(parts).to(weight.dtype)
 
     @torch.no_grad()
-    def iterate(self) -> None:
+    def after_update(self) -> None:
         for w, u in zip(self.linear[0].weight.split(self.split_sizes), self.u, strict=True):
             u.copy_(power_step(w, u)[1])
 
@@ -57,14 +57,8 @@ def power_step(w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 class SigmaReparam(Weights):
     def __init__(self, options: SigmaReparamOptions, block: Any):
         super().__init__(options, block)
-        linears = [module for module in block.modules() if isinstance(module, Linear)]
-        self.reparams = tuple(map(Reparam, linears))  # a tuple: submodules of the linear layers, not of this one
-        for linear, reparam in zip(linears, self.reparams, strict=True):
-            linear.reparam = reparam
-
-    def after_update(self) -> None:
-        for reparam in self.reparams:
-            reparam.iterate()
+        for linear in [module for module in block.modules() if isinstance(module, Linear)]:
+            linear.reparam = Reparam(linear)
 
 
 register(SigmaReparamOptions, SigmaReparam)
