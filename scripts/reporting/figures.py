@@ -41,8 +41,8 @@ DIFFERENCE = (
 
 def part_figures(sweep: Sweep) -> dict[str, list[Figure]]:
     """Part -> its figures: loss, and the metrics of the definition's `also`."""
-    parts, look, found, rates = labels(sweep), styles_of(sweep), {}, by_rate(sweep)
-    for part, names in parts.items():
+    look, found, rates = charts.styles(sweep.parts), {}, by_rate(sweep)
+    for part, names in sweep.parts.items():
         title, end = sweep.title_of(part), suffix(part)
         losses = series_of(sweep, names, look, "val/loss")
         found[part] = [loss_figure(losses, title, end)] if worth_drawing(losses, 0 if sweep.live else FEW) else []
@@ -51,16 +51,6 @@ def part_figures(sweep: Sweep) -> dict[str, list[Figure]]:
             if not by_panels and worth_drawing(s for series in panels.values() for s in series):
                 found[part].append(metric_figure(sweep, key, panels, file_name(key) + end, title))
     return found
-
-
-def labels(sweep: Sweep) -> dict[str, dict[str, str]]:
-    """Part -> setting -> its name in the part."""
-    return {part: {s: sweep.label(s) for s in settings} for part, settings in sweep.parts.items()}
-
-
-def styles_of(sweep: Sweep) -> dict[str, Style]:
-    """Setting -> how it is drawn."""
-    return charts.styles(labels(sweep))
 
 
 def loss_figure(series: Sequence[Series], title: str, end: str) -> Figure:
@@ -130,7 +120,7 @@ def family_figures(sweep: Sweep, families: Sequence[Family]) -> dict[str, list[F
         if family.asked.x_of and (figure := range_figure(sweep, family)):
             figures.append(figure)
         if left := shares(sweep, families, family):
-            styles = styles_of(sweep)
+            styles = charts.styles(sweep.parts)
             look = {family.pair_name(c): styles[c.terms[0][0]] for c in family.comparisons[0] if c.values}
             series = [Series(name, look[name], {}, estimates=of) for name, of in left.items()]
             title = f"share of the difference in {family.asked.share_of} that is left"
@@ -144,7 +134,7 @@ def along(sweep: Sweep, family: Family) -> list[Series]:
     setting; where pairs would then look the same, or all have one colour, each has a style of its own."""
     pairs = [c for c in family.comparisons[0] if c.values]
     names = [family.pair_name(c) for c in pairs]
-    of_settings, of_names = styles_of(sweep), charts.styles_of_names(names)
+    of_settings, of_names = charts.styles(sweep.parts), charts.styles_of_names(names)
     look = [of_settings[c.terms[0][0]] for c in pairs]
     colours, symbols = ({style.colour for style in look}, {(style.colour, style.symbol) for style in look})
     if len(colours) == 1 or len(symbols) < len(look):

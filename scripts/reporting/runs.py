@@ -111,11 +111,12 @@ class Sweep:
         return list(self.by_setting)
 
     @property
-    def parts(self) -> dict[str, list[str]]:
-        """Part -> its settings, in the definition's order. A sweep without parts has one, named ""."""
-        found: dict[str, list[str]] = {part: [] for part in self.definition.parts}
+    def parts(self) -> dict[str, dict[str, str]]:
+        """Part -> setting -> its name in the part, in the definition's order. Without parts there is one, named ""."""
+        found: dict[str, dict[str, str]] = {part: {} for part in self.definition.parts}
         for setting in self.settings:
-            found.setdefault(part_and_name(setting, self.definition.parts)[0], []).append(setting)
+            part, name = part_and_name(setting, self.definition.parts)
+            found.setdefault(part, {})[setting] = name
         return {part: settings for part, settings in found.items() if settings}
 
     @property

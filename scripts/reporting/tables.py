@@ -3,7 +3,7 @@
 import html
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean, median, stdev
@@ -75,7 +75,7 @@ def mean_of(runs: Sequence[Run], key: str) -> float | None:
     return fmean(values) if values else None
 
 
-def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
+def part_table(sweep: Sweep, settings: Collection[str]) -> Table:
     """A row a setting: its loss, where α started with Lp, and what the definition's `also` names."""
 
     def minima(setting: str) -> list[float]:
@@ -109,7 +109,7 @@ def part_table(sweep: Sweep, settings: Sequence[str]) -> Table:
     return filled(columns, settings, text_columns=3 if "α starts" in columns else 2)
 
 
-def readings_table(sweep: Sweep, settings: Sequence[str]) -> Table:
+def readings_table(sweep: Sweep, settings: Collection[str]) -> Table:
     """The other readings of the loss: the minimum of the mean curve, which papers call averaged, too, and the last."""
 
     @cache
