@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from scipy import stats
 
@@ -174,39 +175,41 @@ def compared_families(sweep: Sweep) -> list[Family]:
     return found
 
 
+class Readings(NamedTuple):
+    """Of a setting: its runs, their numbers, and the step of the grid that these are read off."""
+
+    runs: dict[Replicate, Run]
+    values: dict[Replicate, float]
+    step: float
+
+
 def compare(sweep: Sweep, every: Sequence[Terms], metric: Metric, limits: Sequence[float] = ()) -> list[Comparison]:
     """A family of comparisons of a metric."""
-    runs = {setting: sweep.runs_of(setting) for terms in every for setting, _ in terms}
-    values = {
-        setting: {r: value for r, run in of.items() if (value := run.summary.get(metric.column)) is not None}
-        for setting, of in runs.items()
-    }
-    steps = {setting: grid_step([*of.values()], metric.column) for setting, of in runs.items()}
-    family = [compared(terms, runs, values, steps[terms[0][0]]) for terms in every]
+    found = {}
+    for setting in dict.fromkeys(setting for terms in every for setting, _ in terms):
+        runs = sweep.runs_of(setting)
+        values = {r: value for r, run in runs.items() if (value := run.summary.get(metric.column)) is not None}
+        found[setting] = Readings(runs, values, grid_step([*runs.values()], metric.column))
+    family = [compared(terms, found, found[terms[0][0]].step) for terms in every]
     adjust(family, limits)
     return family
 
 
-def compared(
-    terms: Terms,
-    runs: Mapping[str, Mapping[Replicate, Run]],
-    values: Mapping[str, Mapping[Replicate, float]],
-    step: float = 0.0,
-) -> Comparison:
-    """A comparison, paired by seed and fold, over the folds that hold out the same text. runs, values: of each setting.
-    step: of the grid that each value is read off."""
-    of_each = [runs[setting] for setting, _ in terms]
+def compared(terms: Terms, found: Mapping[str, Readings], step: float) -> Comparison:
+    """A comparison, paired by seed and fold, over the folds that hold out the same text. found: of each setting. step:
+    of the grid that each value is read off."""
+    of_each = [found[setting].runs for setting, _ in terms]
     common = [r for r in of_each[0] if all(r in of for of in of_each) and len({held_out(of[r]) for of in of_each}) == 1]
     done = [r for r in common if all(of[r].done for of in of_each) and not text_changed([of[r] for of in of_each])]
-    known = [r for r in done if all(r in values[setting] for setting, _ in terms)]
-    sides = {r: (side_of(terms, values, r, 1), side_of(terms, values, r, -1)) for r in known}
+    known = [r for r in done if all(r in found[setting].values for setting, _ in terms)]
+    sides = {r: (side_of(terms, found, r, 1), side_of(terms, found, r, -1)) for r in known}
     diverged = sum(any(of[r].state.state == "diverged" for of in of_each) for r in common)
     shared, grid = shared_text([of_each[0][r] for r in common]), step * sum(abs(weight) for _, weight in terms)
     return Comparison(*sides_of(terms), len(common), sides, shared, diverged, grid, terms)
 
 
-def side_of(terms: Terms, values: Mapping[str, Mapping[Replicate, float]], replicate: Replicate, sign: int) -> float:
-    return sum(sign * weight * values[setting][replicate] for setting, weight in terms if sign * weight > 0)
+def side_of(terms: Terms, found: Mapping[str, Readings], replicate: Replicate, sign: int) -> float:
+    return sum(sign * weight * found[setting].values[replicate] for setting, weight in terms if sign * weight > 0)
 
 
 def sides_of(terms: Sequence[tuple[str, float]]) -> tuple[str, str]:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from core.cli import parse_yaml
 from core.files import ROOT
 from core.schema import NOT_EMPTY, POSITIVE, options, require, settings_of, show
-from scripts.reporting.comparisons import Family, compared, compared_families, grid_step
+from scripts.reporting.comparisons import Family, Readings, compared, compared_families, grid_step
 from scripts.reporting.numbers import Estimate, claimed_limits, holm, interval, judge, paired_p
 from scripts.reporting.rates import runs_by_rate, stable_by_replicate
-from scripts.reporting.runs import Curve, Replicate, Run, Sweep
+from scripts.reporting.runs import Curve, Sweep
 from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Table, mean_and_ends
 
@@ -130,16 +130,14 @@ def measured(part: Part, limits: Sequence[float]) -> Found:
     if part.file:
         return from_json(part)
     read = stable_rates if part.metric == STABLE else values_of
-    found = [read(stored(part.study), setting, part.metric) for setting in part.weights]
-    runs = dict(zip(part.weights, (of.runs for of in found), strict=True))
-    values = dict(zip(part.weights, (of.values for of in found), strict=True))
-    c = compared(tuple(part.weights.items()), runs, values, max(of.step for of in found))
+    found = {setting: read(stored(part.study), setting, part.metric) for setting in part.weights}
+    c = compared(tuple(part.weights.items()), found, max(of.step for of in found.values()))
     require(len(c.values) > 0, f"{part.study} has no pairs of {', '.join(part.weights)}")
     sums, shared = c.independent_differences, c.shared if len(part.weights) > 1 else 0.0  # it is of differences
     estimate = interval(sums, shared, grid=c.grid)
     seeds, folds = (len(set(of)) for of in zip(*c.values, strict=True))
     kind = "seeds" if folds == 1 else "folds" if seeds == 1 else f"folds of {seeds} seeds"
-    every = [run for of in runs.values() for run in of.values()]
+    every = [run for of in found.values() for run in of.runs.values()]
     sizes = {run.summary["parameters"] / 1e6 for run in every}
     millions = sorted({round(n, 1) if n >= 10 else float(f"{n:.2g}") for n in sizes})
     size = f"{' and '.join(f'{n:g}M' for n in millions)}, {every[0].config['max_iters']:,} iterations"
@@ -155,14 +153,6 @@ def families_of(study: str) -> list[Family]:
 @functools.cache
 def stored(study: str) -> Sweep:
     return read_stored(RESULTS / study, study)
-
-
-class Readings(NamedTuple):
-    """Of a setting: its runs, their numbers, and the step of the grid that these are read off."""
-
-    runs: dict[Replicate, Run]
-    values: dict[Replicate, float]
-    step: float
 
 
 def values_of(sweep: Sweep, setting: str, metric: str) -> Readings:
