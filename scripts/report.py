@@ -92,8 +92,7 @@ def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any])
     before = files_of(out)
     replace_files(out, {**files, "provenance.json": readable_json(about)})
     for name in before - set(files):
-        if Path(name).name == name:
-            (out / name).unlink(missing_ok=True)
+        (out / name).unlink(missing_ok=True)
 
 
 def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:
