@@ -15,11 +15,10 @@ from core.help import describe
 from core.schema import options
 from data.options import PrepareFineWebConfig
 from sample import SampleConfig
-from scripts.reporting.ledger import Part, ledger, measured, written
+from scripts.reporting.ledger import Part, ledger, measured, stored, written
 from scripts.reporting.numbers import n_needed, sources
 from scripts.reporting.page import with_block
 from scripts.reporting.runs import Replicate
-from scripts.reporting.stored import read_stored
 from scripts.reporting.tables import Columns, filled, number
 from scripts.reporting.track import first_rows, rows
 from training.config import TrainConfig
@@ -128,7 +127,7 @@ def needed(of: Spread, shared: float) -> str:
 def folds_and_seeds() -> str:
     rows = []
     for study, sides in MEASURED.items():
-        sweep = read_stored(ROOT / "results" / study, study.split("/")[-1])
+        sweep = stored(study)
         a, b = ({r: run.summary["val/loss_min"] for s in of for r, run in sweep.runs_of(s).items()} for of in sides)
         rows.append((f"{study}: {sides[0][0]} − {sides[1][0]}", [a, b, {r: a[r] - b[r] for r in a}]))
     return filled(SPREADS, rows, text_columns=2).markdown()
