@@ -13,10 +13,9 @@ WORSE = 0.5  # nats above an untrained model
 def by_rate(sweep: Sweep) -> dict[str, dict[float, str]]:
     """Variant -> learning rate, from the lowest on -> setting; {} where no variant has several rates."""
     variants: dict[str, dict[float, str]] = {}
-    for setting in sweep.settings:
-        first = next(iter(sweep.runs_of(setting).values()))
+    for setting, config in sweep.configs.items():
         variant = re.sub(r"(^|[,/])learning_rate=[^,]*", "", setting).strip(",/") or "all"
-        variants.setdefault(variant, {})[first.config["optim.learning_rate"]] = setting
+        variants.setdefault(variant, {})[config["optim.learning_rate"]] = setting
     if all(len(settings) < 2 for settings in variants.values()):
         return {}
     return {variant: dict(sorted(settings.items())) for variant, settings in variants.items()}
