@@ -68,7 +68,8 @@ class RunFiles:
         return {key: curve if key == "val/loss" else thinned(curve, METRICS[key].thins)
                 for key, curve in found.items() if curve}  # fmt: skip
 
-    def progress(self) -> "Progress":
+    def progress(self) -> tuple[int, float | None, tuple[float, int] | None]:
+        """Iteration, seconds left, lowest loss and its iteration."""
         losses = self.metrics.curve("val/loss")
         step = max((line["iter"] for line in self.metrics.lines), default=0)
         speed = next(reversed(self.metrics.curve("tok_per_sec").values()), 0.0)
@@ -95,9 +96,6 @@ class RunFiles:
                 opened.seek(max(0, file.stat().st_size - LOG))
                 return opened.read().decode(errors="replace")
         return ""
-
-
-Progress = tuple[int, float | None, tuple[float, int] | None]  # iteration, seconds left, lowest loss and its iteration
 
 
 def single_run(path: Path) -> RunFiles:
