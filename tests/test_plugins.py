@@ -183,6 +183,7 @@ def test_an_experiments_file_may_name_plugins(tmp_path: Path, monkeypatch: pytes
         ("garbled", "1 /", "plugins=[garbled] cannot be imported: SyntaxError: invalid syntax"),
         ("ends", "raise SystemExit(0)", "plugins=[ends] cannot be imported: SystemExit: 0"),
         ("own", "class Own(BaseException): pass\nraise Own", "plugins=[own] cannot be imported: Own:"),
+        ("venv.__main__", "", "plugins=[venv.__main__] registers no variant"),
         ("random", PLUGIN, "plugins=[random] registers no variant: the name is that of a module of Python itself"),
         ("my_norms.__main__", "", "plugins=[my_norms.__main__] registers no variant"),
         ("torch", PLUGIN, "plugins=[torch]: {}/torch.py has the name of a module that is loaded already: rename it"),
@@ -557,9 +558,12 @@ def test_a_leak_that_training_learns_is_found_at_the_end_and_no_result(
 BOMB = "open('exploded', 'w')\nraise ValueError\n"
 NAMED = {  # by a stranger's run -> files in the folder of the command, the line
     "cProfile": ({"profile.py": BOMB}, "registers no variant: the name is that of a module of Python itself"),
+    "antigravity": ({}, "registers no variant: the name is that of a module of Python itself"),
+    "tqdm.__main__": ({}, "registers no variant: the name is that of a module of Python itself"),
     "tqdm.contrib.bells": ({}, "is the run's, and you have not trained with"),  # an installed one
     "scripts.report": ({}, "is the run's, and you have not trained with"),  # one of ours
     "yaml": ({}, "is the run's, and you have not trained with"),  # a loaded one
+    "evil": ({"evil.py": BOMB}, "is the run's, and you have not trained with"),
     "evils.evil": ({"evils/__init__.py": BOMB, "evils/evil.py": BOMB}, "is the run's, and you have not trained with"),
     "link": ({"../outside.py": BOMB}, "is in the run directory"),
 }
