@@ -382,6 +382,7 @@ REPORT: dict[str, list[str]] = {
     "": ["sweep=, run= or from= must be given"],
     "sweep=nowhere": ["sweep_dir=runs/nowhere holds no sweep"],
     "sweep_dir=sweep_made swep=x": ["swep=x"],
+    "word": ["word"],
     "sweep_dir=sweep_made out=corpus.txt": ["out=corpus.txt is not a directory"],
     "sweep_dir=sweep_made watch=true out=x": ["watch=true takes no out="],
     "sweep_dir=~nobody-at-all/x": ["sweep_dir=~nobody-at-all/x holds no sweep"],
@@ -562,6 +563,8 @@ def test_a_text_that_hydra_cannot_read_is_taken_as_it_is(folder: Path, outcome: 
 # A text, and what the line must hold where it is bad; TRAIN has others.
 SENTENCE = b"to be or not to be, that is the question."
 CORPORA: dict[str, tuple[bytes, list[str]]] = {
+    "binary": (b"\x7fELF\x02\x01\x01\x00\xf8\xff" * 300, ["data.path=text.txt", "0xf8 at offset 8"]),
+    "UTF-16": (SENTENCE.decode().encode("utf-16") * 30, ["must be UTF-8"]),
     "invalid UTF-8 in the middle": (SENTENCE * 30 + b"\xff" + SENTENCE * 30, ["0xff at offset 1230"]),
     "one character": (b"a", ["tokens"]),
     "one kind of character": (b"a" * 2000, []),
