@@ -437,7 +437,8 @@ def verified(path: Path, folder: Path) -> Entry:
 def repeated(path: Path, row: Entry, asked: TrackOptions, sweep: Definition) -> str:
     """Plan an entry's runs again with the stored copy of its code; train two final ones, and those of BASELINE. Returns
     what there is to say. Raises: ConfigError where they are other runs, or their mean is not within 3 σ."""
-    (grid, final), (rate, sigma) = track.stored(path), opened(asked.board)
+    board = asked.board  # it may be relative, and the folder changes below
+    (grid, final), (rate, sigma) = track.stored(path), opened(board)
     entry, known = read_contestant(path / "entry.yaml", None), {one.id: one for one in (*grid.runs, *final.runs)}
     exact = all(run.config.get("dtype") == "float32" for run in known.values())
     sweep = replace(sweep, overrides=(*sweep.overrides, "dtype=float32")) if exact else sweep
@@ -448,7 +449,7 @@ def repeated(path: Path, row: Entry, asked: TrackOptions, sweep: Definition) -> 
         for plugin in row.settings["plugins"]:
             write_atomic(Path(place) / f"{plugin}.py", read_regular(path / f"{plugin}.py"))
         planned = {one.id: one for one in plan_runs(definition(sweep, words, {row.name: rates}, best), [])}
-        check_rules(entry, asked.board, next(iter(planned.values())).config)
+        check_rules(entry, board, next(iter(planned.values())).config)
         require(planned.keys() == known.keys(), "its runs are not those that entry.yaml and the rules give")
         for one in known:
             wrong = differing(planned[one].config, known[one].config, LENGTH)

@@ -463,7 +463,8 @@ def test_an_entry_is_one_command_killed_or_not_and_is_verified(
 
     def verified(status: int) -> str:
         """By training runs again, in a process of its own, which alone imports the plugin."""
-        done = forked("scripts/track.py", "verify=asinh", "repeat=true", *board, status=status)
+        place = board[0], f"folder={folder.relative_to(tmp_path)}"
+        done = forked("scripts/track.py", "verify=asinh", "repeat=true", *place, status=status)
         return done.stdout + done.stderr
 
     def told(*words: str, status: int = 0) -> str:
