@@ -63,7 +63,7 @@ def load_corpus(config: CorpusOptions, block_size: int, known: dict[str, Any] | 
         for text, part in zip(texts, hashes, strict=True)
     ]
     if len(tokens) == 2:
-        require(len(tokens[1]) >= 2, "data.val_path holds less than two tokens: none could be predicted")
+        require(len(tokens[1]) >= 2, "data.val_path holds fewer than two tokens: none could be predicted")
         return in_two(sha256, tokenizer, tokens)
     return Corpus(sha256, tokenizer, tokens[0], split_of(config, len(tokens[0]), block_size))
 

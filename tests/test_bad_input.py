@@ -189,7 +189,7 @@ TRAIN: dict[str, list[str]] = {
     "logits=softcap fault=no_mask": ["fault=no_mask replaces the whole softmax"],
     "softmax=sink softmax.logit=inf": ["softmax.logit=inf must be a finite number or learned"],
     "logits=softcap logits.cap=0.0": ["logits.cap=0.0 must be > 0 and at most 1e+30"],
-    "data=text data.path=corpus.txt data.val_path=one.txt": ["data.val_path holds less than two tokens"],
+    "data=text data.path=corpus.txt data.val_path=one.txt": ["data.val_path holds fewer than two tokens"],
     "data=text data.path=short.txt model.block_size=64": ["model.block_size=64", "64 tokens"],
     "data=tiny_shakespeare data.path=corpus.txt": ["data.path=corpus.txt", "Tiny Shakespeare"],
     "device=gpu": ["device=gpu", "auto, cpu, mps, cuda"],
