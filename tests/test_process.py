@@ -38,7 +38,6 @@ PROGRAMS = {  # its words, what the command lines of its children have, and how 
         ["scripts/benchmarks/bench_train.py", "variants=qk_norm=none;qk_norm=rms", "iters=10000000", "data=random",
          "data.n_tokens=1000", "data.vocab_size=9", "data.val_tokens=100", "device=cpu", *SMALL], "spawn_main", 1,
     ),
-    "launch": (["sweeps/launch.py", "max_iters=100000"], "worker.py", 2),
     "mps": (["sweeps/launch.py", "max_iters=100000", "launcher.workers=3", "launcher.mps=true"], "worker.py", 3),
     "torchrun": (["train.py", "max_iters=100000", "gradient_accumulation_steps=2"], "train.py", 2),
     "compilers": (["train.py"], "sleep", 2),  # of our kernels
@@ -49,8 +48,8 @@ PROGRAMS = {  # its words, what the command lines of its children have, and how 
     ("name", "number"),
     [
         ("check_gpu", signal.SIGKILL), ("bench", signal.SIGTERM),  # neither handles a signal: one watcher ends both's
-        ("launch", signal.SIGHUP), ("mps", signal.SIGKILL), ("torchrun", signal.SIGKILL), ("compilers", signal.SIGTERM),
-        ("compilers", signal.SIGKILL),
+        ("mps", signal.SIGHUP), ("torchrun", signal.SIGKILL),
+        ("compilers", signal.SIGTERM), ("compilers", signal.SIGKILL),
     ],
 )  # fmt: skip
 def test_what_is_ended_takes_its_children_along(
