@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT
-from helpers.sweeps import frozen, launched, tiny_sweep
+from helpers.sweeps import frozen, launched, offer, tiny_sweep
 from variants import FULL
 
 import sweeps.plan
@@ -34,7 +34,7 @@ from model.gpt import mean_norm_ratio
 from scripts.report import main as report
 from scripts.reporting.runs import read_sweep
 from sweeps import worker
-from sweeps.claims import Launch, read_claim
+from sweeps.claims import read_claim
 from sweeps.definition import load_sweep, sweep_name
 from sweeps.launch import LaunchOptions, check_runs, main, read_request
 from sweeps.plan import compose, freeze, plan_runs, read_plan, temperature_note
@@ -523,9 +523,7 @@ def test_a_slurm_task_that_got_a_signal_begins_no_other_run_and_takes_back_the_t
 ) -> None:
     run, *_ = frozen(tiny_sweep(tmp_path, corpus))
     folder = tmp_path / "sweep"
-    for name in ("claims", "launches", "logs"):
-        (folder / name).mkdir()
-    Launch(folder, "one", [run.id], tries=1).write()
+    offer(folder, "one", [run])
     assert worker.work(folder, "one", {signal.SIGUSR2}) == 128 + signal.SIGTERM  # it is requeued
     assert not (folder / run.id).exists()
 
@@ -544,7 +542,7 @@ def test_a_slurm_task_that_got_a_signal_begins_no_other_run_and_takes_back_the_t
     assert capsys.readouterr().out == "stopped amid RuntimeError: a compiler died\n"
     for error in (OSError(errno.ENOSPC, "No space left"), MemoryError("too large"), ConfigError("a setting")):
         errors.append(error)
-        Launch(folder, "two", [run.id], tries=1).write()
+        offer(folder, "two", [run])
         (folder / "claims" / run.id).unlink()
         received = set()
         assert worker.work(folder, "two", received) == worker.RESTART and received

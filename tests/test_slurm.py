@@ -12,7 +12,7 @@ from typing import ClassVar, cast
 import pytest
 from conftest import eventually, exit_status, fork, write_corpus
 from helpers.runs import assert_same_run
-from helpers.sweeps import frozen, launched, pending_signals, times_finished, tiny_sweep
+from helpers.sweeps import frozen, launched, offer, pending_signals, times_finished, tiny_sweep
 
 import train
 from core.files import is_locked
@@ -20,7 +20,7 @@ from core.plugins import find_plugin
 from core.process import StopSignal
 from core.rundir import read_status
 from sweeps import launch
-from sweeps.claims import Launch, read_claim
+from sweeps.claims import read_claim
 from sweeps.launchers import Launcher, Slurm, SlurmOptions, Task
 from sweeps.plan import read_plan
 from sweeps.status import State
@@ -285,12 +285,9 @@ def test_two_ranks_that_receive_usr2_save_once_and_are_requeued(sweep: OnSlurm, 
 @pytest.fixture
 def endless(tmp_path: Path, corpus: Path) -> Path:
     """The directory of a sweep of one long run, and of the launch "here" of it."""
-    (run,) = frozen(tiny_sweep(tmp_path, corpus, "max_iters=1000", grid={}, folds=[0]))
-    path = tmp_path / "sweep"
-    for folder in ("claims", "launches", "logs"):
-        (path / folder).mkdir()
-    Launch(path, "here", [run.id], tries=1).write()
-    return path
+    runs = frozen(tiny_sweep(tmp_path, corpus, "max_iters=1000", grid={}, folds=[0]))
+    offer(tmp_path / "sweep", "here", runs)
+    return tmp_path / "sweep"
 
 
 REQUEUED = 77

@@ -21,6 +21,7 @@ from helpers.sweeps import (
     assert_same_sweep,
     frozen,
     launched,
+    offer,
     pending_signals,
     times_finished,
     tiny_sweep,
@@ -339,11 +340,13 @@ def test_a_run_may_be_of_several_ranks(tmp_path: Path, corpus: Path) -> None:
 
 def test_a_run_of_several_ranks_that_fails_says_so(tmp_path: Path, corpus: Path) -> None:
     sweep = tiny_sweep(tmp_path, corpus, "gradient_accumulation_steps=2", grid={}, folds=None)
-    (run,) = frozen(sweep)
-    break_run(tmp_path / "sweep", run, refused=True)
-    output = launched(sweep, "launcher.workers=1", "launcher.ranks=2", "retries=0", status=1)
-    assert f"failed: {run.id}: one of its ranks failed" in output
-    assert "neither empty nor a run directory" in (tmp_path / "sweep" / "logs" / f"{run.id}.log").read_text()
+    (run,), folder = frozen(sweep), tmp_path / "sweep"
+    break_run(folder, run, refused=True)
+    offer(folder, "one", [run], ranks=2)
+    assert worker.work(folder, "one") == worker.RESTART
+    failed = state_of(folder, run)
+    assert failed.state == "failed" and failed.reason.startswith("one of its ranks failed")
+    assert "neither empty nor a run directory" in (folder / "logs" / f"{run.id}.log").read_text()
 
 
 def test_workers_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

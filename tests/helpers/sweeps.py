@@ -16,6 +16,7 @@ from conftest import TINY
 from helpers.runs import assert_same_run
 from scripts.reporting.runs import read_sweep
 from scripts.reporting.stored import runs_csv
+from sweeps.claims import Launch
 from sweeps.definition import load_sweep
 from sweeps.launch import main
 from sweeps.plan import PlannedRun, freeze, plan_runs, read_plan
@@ -36,6 +37,13 @@ def frozen(sweep: Path, changes: dict[str, Any] | None = None, *words: str) -> l
     definition, folder = load_sweep(str(sweep), changes or {}), sweep.parent / "sweep"
     freeze(folder, "tiny", definition, [*words], plan_runs(definition, [*words]), trains=True)
     return read_plan(folder)
+
+
+def offer(folder: Path, launch: str, runs: list[PlannedRun], tries: int = 1, ranks: int = 1) -> None:
+    """What a launcher writes before its workers start."""
+    for name in ("claims", "launches", "logs"):
+        (folder / name).mkdir(exist_ok=True)
+    Launch(folder, launch, [run.id for run in runs], tries, ranks).write()
 
 
 MPS = """#!/bin/sh
