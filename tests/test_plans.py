@@ -502,7 +502,7 @@ def test_a_diverged_run_is_a_result_and_not_a_failure(tmp_path: Path, corpus: Pa
     words = ["max_iters=30", "grad_clip=0", "eval_interval=30"]
     grid = {"optim.learning_rate": [1e-3, 1e30]}
     sweep = tiny_sweep(tmp_path, corpus, *words, grid=grid, folds=None, parts={"hot": {}})
-    output = launched(sweep)
+    output = launched(sweep, "launcher.workers=1")
     assert "1 done, 1 diverged" in output
     for run in read_plan(tmp_path / "sweep"):  # W&B's tags, and no media
         wandb = load_config(yaml.safe_load((tmp_path / "sweep" / run.id / "config.yaml").read_text())).wandb
