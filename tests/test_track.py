@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT, TINY, Program, eventually
+from helpers.refusals import Outcome, check, contents
 from scipy import stats
 from scipy.optimize import brentq
 
@@ -181,28 +182,21 @@ def test_the_least_difference_has_80_percent_power_to_the_last_digit(tmp_path: P
 
 
 @pytest.mark.slow
-def test_one_command_rebuilds_the_board_from_stored_files(tmp_path: Path) -> None:
-    sweep, folder = tiny_track(tmp_path)
-    for _ in range(2):
-        assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
-        made = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    text = made["README.md"].decode()
+def test_one_command_rebuilds_the_board_from_stored_files(board: Path) -> None:
+    assert run_track() == 0
+    made = contents(board)
+    text = (board / "README.md").read_text()
     assert text.startswith("# Board\n") and text.endswith("\nAfter.\n") and "STALE" not in text
     cells = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
     table = [[cell.strip() for cell in row] for row in cells]
     assert [row[0] for row in table if row[0] in WORDS] == ["sink", "rms", "none"]
     assert next(row for row in table if row[0] == "rms")[10:12] == ["1.10 (1.00 to 1.20)", "1.25 (1.00 to 2.00)"]
-    (line,) = (row for row in csv.DictReader(made["board.csv"].decode().splitlines()) if row["contestant"] == "none")
+    lines = csv.DictReader((board / "board.csv").read_text().splitlines())
+    (line,) = (row for row in lines if row["contestant"] == "none")
     assert float(line["difference"]) == pytest.approx(0.05)
     assert line["verdict"] == "worse" and line["decode_time"] == "1"
-    assert made["rates.svg"].count(b"sink") >= 1
-    assert make(TrackOptions(folder=str(folder), sweep=str(sweep))) == 0
-    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == made
-    wrong = {"variants": {"none": {}}, "time_over_first": {"rms": {"median": 1.1, "low": "", "high": []}}}
-    for content in ("{}", '{"variants": {"qk_norm=none": {}}}', json.dumps(wrong)):  # the words of a contestant
-        (folder / "train.json").write_text(content)
-        with pytest.raises(ConfigError, match=r"train\.json does not time contestants"):
-            make(TrackOptions(folder=str(folder), sweep=str(sweep)))
+    assert "sink" in (board / "rates.svg").read_text()
+    assert run_track() == 0 and contents(board) == made
 
 
 @pytest.mark.slow
@@ -214,17 +208,19 @@ def test_the_committed_board_is_what_its_files_give(tmp_path: Path) -> None:
         assert (folder / file).read_bytes() == (ROOT / "results" / "attention_track" / file).read_bytes(), file
 
 
-def test_what_is_no_track_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_script(TrackOptions, make, "", ["sweep=leak"]) == 2
-    assert "sweep=leak is no track: its grid lacks words or optim.learning_rate" in capsys.readouterr().err
+def test_what_is_no_track_is_refused_in_one_line(outcome: Outcome) -> None:
+    says = "sweep=leak is no track: its grid lacks words or optim.learning_rate"
+    check(*outcome("scripts/track.py", "sweep=leak"), [says])
 
 
 @pytest.mark.slow
-def test_every_run_of_the_track_composes_with_the_same_recipe() -> None:
+def test_every_contestant_of_the_track_has_the_same_recipe() -> None:
+    """At one rate and one seed; tests/test_plans.py plans all runs."""
     sweep = load_sweep("attention_track", {})
-    runs = plan_runs(sweep, [])
-    assert len(runs) == len(sweep.grid["words"]) * 5 * 2 >= 16 * 10
-    slots = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip", "optim.learning_rate", "seed")
+    assert len(sweep.grid["optim.learning_rate"]) == 5 and len(sweep.seeds) == 2
+    runs = plan_runs(replace(sweep, seeds=[1], grid={"words": sweep.grid["words"]}), [])
+    assert len(runs) == len(sweep.grid["words"]) >= 16
+    slots = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip")
     first, *others = (flatten(run.config.trajectory).items() for run in runs)
     assert all(key.startswith(slots) for other in others for key, _ in first ^ other)
 
@@ -243,6 +239,21 @@ def tiny_track(tmp_path: Path) -> tuple[Path, Path]:
     sweep = tmp_path / "tiny.yaml"
     sweep.write_text(json.dumps({"overrides": words, "seeds": [1], "also": {"attn/max_logit": "max"}, "grid": rates}))
     return sweep, stored(tmp_path / "results" / "tiny")
+
+
+PLACE = ["sweep=tiny.yaml", "folder=results/tiny"]
+
+
+def run_track(*words: str) -> int:
+    return run_script(TrackOptions, make, "", [*words, *PLACE])
+
+
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That of tiny_track(), in the current folder; soft.yaml is an entry."""
+    (tmp_path / "soft.yaml").write_text("{name: soft, overrides: [logits=softcap]}")
+    monkeypatch.chdir(tmp_path)
+    return tiny_track(tmp_path)[1]
 
 
 PLUGIN = (ROOT / "docs" / "attention_track.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
@@ -266,55 +277,46 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_an_entry_that_breaks_the_rules_is_refused_in_one_line(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep, folder = tiny_track(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_an_entry_that_breaks_the_rules_is_refused_in_one_line(line: str, board: Path, outcome: Outcome) -> None:
     entry = {"name": "soft", "overrides": ["logits=softcap"]} | yaml.safe_load(line)
     Path("soft.yaml").write_text(yaml.safe_dump(entry))
-    assert run_script(TrackOptions, make, "", ["enter=soft.yaml", f"sweep={sweep}", f"folder={folder}"]) == 2
-    said = capsys.readouterr().err
-    assert REFUSED[line] in said and said.count("\n") == 1 and not Path("runs").exists()
+    check(*outcome("scripts/track.py", "enter=soft.yaml", *PLACE), [REFUSED[line]])
+    assert not Path("runs").exists()
 
 
-def test_a_dry_run_writes_nothing_beside_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep, folder = tiny_track(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    Path("soft.yaml").write_text("{name: soft, overrides: [logits=softcap]}")
-    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-    words = ["enter=soft.yaml", "dry_run=true", "sweep_dir=soft", f"sweep={sweep}", f"folder={folder}"]
-    assert run_script(TrackOptions, make, "", words) == 0
-    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+def test_a_dry_run_writes_nothing_beside_its_runs(board: Path) -> None:
+    before = contents(Path())
+    assert run_track("enter=soft.yaml", "dry_run=true", "sweep_dir=soft") == 0
+    assert contents(Path()) == before
 
 
-def test_a_board_whose_opening_has_no_pairs_takes_no_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep, folder = tiny_track(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    Path("soft.yaml").write_text("{name: soft, overrides: [logits=softcap]}")
-    runs, about = folder / "final" / "runs.csv", read_json(folder / "final" / "provenance.json")
+def test_a_board_whose_opening_has_no_pairs_takes_no_entry(board: Path, outcome: Outcome) -> None:
+    runs, about = board / "final" / "runs.csv", read_json(board / "final" / "provenance.json")
     head, *rows = runs.read_text().splitlines(keepends=True)
     seed = head.split(",").index("seed")
     runs.write_text(head + "".join(row for row in rows if row.split(",")[seed] == rows[0].split(",")[seed]))
     about["sha256"]["runs.csv"] = file_sha256(runs)
-    write_json(folder / "final" / "provenance.json", about)
-    words = ["enter=soft.yaml", "dry_run=true", f"sweep={sweep}", f"folder={folder}"]
-    assert run_script(TrackOptions, make, "", words) == 2
-    said = capsys.readouterr().err
-    assert "no two pairs" in said and said.count("\n") == 1, said
+    write_json(board / "final" / "provenance.json", about)
+    check(*outcome("scripts/track.py", "enter=soft.yaml", "dry_run=true", *PLACE), ["no two pairs"])
 
 
-TIMES = '{"variants": {"none": 1}}'
+NO_TIMES = "train.json does not time contestants"
+RATIOS = {"rms": {"median": 1.1, "low": "", "high": []}}
 STRANGE: dict[str, tuple[Callable[[Path], object], str]] = {  # what is done to a board -> the line's reason
     "name": (lambda board: enter(board, "x.bar"), "x.bar must be the name of an entry"),
     "two boards": (lambda board: [shutil.copytree(board / of, enter(board) / of) for of in ("grid", "final")], "read:"),
     "no runs": (lambda board: enter(board), "holds no report"),
-    "times": (lambda board: (board / "train.json").write_text(TIMES), "does not time contestants"),
+    "times of nothing": (lambda board: timed(board, {}), NO_TIMES),
+    "times without ratios": (lambda board: timed(board, {"variants": {"none": 1}}), NO_TIMES),
+    "times of words": (lambda board: timed(board, {"variants": {"qk_norm=none": {}}, "time_over_first": {}}), NO_TIMES),
+    "times of no number": (lambda board: timed(board, {"variants": {"none": {}}, "time_over_first": RATIOS}), NO_TIMES),
     "page": (lambda board: (board / "README.md").write_bytes(b"\xff\xfe"), "README.md must be UTF-8 text"),
     "pipe": (lambda board: piped(board / "README.md"), "README.md cannot be read"),
 }
+
+
+def timed(board: Path, content: dict[str, Any]) -> None:
+    (board / "train.json").write_text(json.dumps(content))
 
 
 def piped(file: Path) -> None:
@@ -330,34 +332,25 @@ def enter(board: Path, name: str = "x") -> Path:
 
 
 @pytest.mark.parametrize("kind", STRANGE)
-def test_a_strangers_board_is_refused_in_one_line(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep, folder = tiny_track(tmp_path)
+def test_a_strangers_board_is_refused_in_one_line(kind: str, board: Path, outcome: Outcome) -> None:
     do, says = STRANGE[kind]
-    do(folder)
-    assert run_script(TrackOptions, make, "", [f"sweep={sweep}", f"folder={folder}"]) == 2
-    said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1
+    do(board)
+    check(*outcome("scripts/track.py", *PLACE), [says])
 
 
-def test_an_entry_whose_provenance_is_damaged_is_not_withdrawn(tmp_path: Path) -> None:
-    sweep, folder = tiny_track(tmp_path)
-    file = enter(folder) / "provenance.json"
+def test_an_entry_whose_provenance_is_damaged_is_not_withdrawn(board: Path, outcome: Outcome) -> None:
+    file = enter(board) / "provenance.json"
     # with the second one the board could not be made
     for content, says in (('{"sweep": ', "provenance.json cannot be read"), ('{"sweep": 1}', "holds no report")):
         file.write_text(content)
-        with pytest.raises(ConfigError, match=says):
-            make(TrackOptions(withdraw="x", reason="bad", sweep=str(sweep), folder=str(folder)))
+        check(*outcome("scripts/track.py", "withdraw=x", "reason=bad", *PLACE), [says])
         assert file.read_text() == content
 
 
-def test_a_board_is_full_after_40_comparisons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep, folder = tiny_track(tmp_path)
-    monkeypatch.setattr(track, "ROWS", 2)  # as many as opened it
-    (tmp_path / "soft.yaml").write_text("{name: soft, overrides: [logits=softcap]}")
-    with pytest.raises(ConfigError, match="has 2 comparisons, the most of a board: a new one begins with"):
-        make(TrackOptions(enter=str(tmp_path / "soft.yaml"), sweep=str(sweep), folder=str(folder), dry_run=True))
+def test_a_board_is_full_after_40_comparisons(board: Path, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.reporting.track.ROWS", 2)  # as many as opened it
+    says = "has 2 comparisons, the most of a board: a new one begins with"
+    check(*outcome("scripts/track.py", "enter=soft.yaml", "dry_run=true", *PLACE), [says])
 
 
 def test_a_machine_without_bf16_hardware_trains_an_entry_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,15 +552,20 @@ def test_an_entry_is_one_command_killed_or_not_and_is_verified(
 
 
 @pytest.mark.slow
-def test_a_board_is_opened_by_one_command_whose_rates_go_on_past_an_edge(tmp_path: Path, program: Program) -> None:
-    sweep, _ = tiny_track(tmp_path)
-    content = json.loads(sweep.read_text())
+def test_a_board_is_opened_by_one_command_whose_rates_go_on_past_an_edge(
+    board: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(Path("tiny.yaml").read_text())
     content["grid"] = {"words": {name: WORDS[name] for name in ("none", "rms")}, "optim.learning_rate": [0.001, 0.002]}
-    sweep.write_text(json.dumps(content | {"seeds": [1]}))
-    done = program("scripts/track.py", "open=true", f"sweep={sweep}", "folder=opened").stdout
-    assert done.count("best at the grid's edge, so one more rate: none 0.004, rms 0.004") == 1
+    Path("tiny.yaml").write_text(json.dumps(content | {"seeds": [1]}))
+    monkeypatch.setattr(track, "MORE_RATES", 2)
+    monkeypatch.setattr(track, "busy_cpus", lambda: 99.0)  # so that no times are measured
+    monkeypatch.setattr("sweeps.launchers.available_cpus", lambda: 1)
+    assert run_script(TrackOptions, make, "", ["open=true", PLACE[0], "folder=opened"]) == 0
+    said = capfd.readouterr().out
+    assert said.count("best at the grid's edge, so one more rate: none 0.004, rms 0.004") == 1
     found = rows(tmp_path / "opened")
-    assert {row.name: (row.loss.n, len(row.tried)) for row in found} == {"none": (8, 5), "rms": (8, 5)}
+    assert {row.name: (row.loss.n, len(row.tried)) for row in found} == {"none": (8, 4), "rms": (8, 4)}
 
 
 def test_what_github_reads_is_what_the_programs_take() -> None:
