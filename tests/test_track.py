@@ -437,11 +437,16 @@ OTHER_RUNS: dict[str, Callable[[Path], None]] = {  # than those that are planned
 
 
 ENTER = """if __name__ == "__main__":
-    import sys
+    import multiprocessing, sys
+    from types import SimpleNamespace
     from scripts import track
+    from scripts.benchmarks import timing
     from sweeps import launchers
-    track.QUIET, track.ROUNDS = 99.0, (6, 6)  # of the times, however busy the cores are; five have no interval
+    track.busy_cpus, track.ROUNDS = lambda: 0.0, (6, 6)  # of the times; five have no interval
     launchers.available_cpus = lambda: 1  # one worker for so few runs: another would import PyTorch, too
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["scripts.benchmarks.timing"])  # the processes that are timed need not import it
+    timing.multiprocessing = SimpleNamespace(get_context=lambda _: context)
     sys.exit(track.run_script(track.TrackOptions, track.make, "", sys.argv[1:]))
 """
 
