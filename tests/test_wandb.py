@@ -425,12 +425,9 @@ def test_a_strangers_job_names_no_file_and_no_other_argument(strange: dict[str, 
         wandb_follower.arguments(good | strange)
 
 
-def test_offline_recordings_of_a_run_that_was_killed_hold_each_line_once(tmp_path: Path, server: Server) -> None:
-    run = tmp_path / "run"
-    kill_with_wandb(trainer(run, "offline", pause=0.02), lambda: recorded(run) > 0)
-    (recording,) = (run / "wandb").glob("offline-run-*/*.wandb")
+def assert_cuts_are_mended(recording: Path) -> None:
     content = recording.read_bytes()
-    cut, ends, sizes = tmp_path / "cut.wandb", range(len(content) - 400, len(content)), []
+    cut, ends, sizes = recording.parents[3] / "cut.wandb", range(len(content) - 400, len(content)), []
     for end in ends:  # within a record or between two
         cut.write_bytes(content[:end])
         wandb_follower.cut_incomplete_record(cut)
@@ -439,15 +436,29 @@ def test_offline_recordings_of_a_run_that_was_killed_hold_each_line_once(tmp_pat
     whole = {*sizes}  # ends of records: all of those before the cut are kept
     assert len(whole) > 2 and sizes == [max(size for size in whole if size <= end) for end in ends]
     assert all(0 < end - size < 400 for end, size in zip(ends, sizes, strict=True) if end not in whole)
-    with open(recording, "r+b") as file:
-        file.seek(len(content) - 3000)
-        file.write(bytes(3))
-    finished(run, "offline", end="killed", status=-signal.SIGKILL)  # it begins at 0 again
-    finished(run, "offline")  # waits for the W&B process of the one before
+
+
+def test_a_killed_run_of_an_agent_has_the_agents_id_and_each_line_once(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, agents = tmp_path / "run", {"SWEEP_ID": "s-1", "RUN_ID": "agents-1", "PROJECT": "theirs", "ENTITY": "team"}
+    with monkeypatch.context() as under_the_agent:
+        for name, value in agents.items():
+            under_the_agent.setenv(f"WANDB_{name}", value)
+        kill_with_wandb(trainer(run, "offline", pause=0.02), lambda: recorded(run) > 0)
+        (recording,) = (run / "wandb").glob("offline-run-*/*.wandb")
+        assert_cuts_are_mended(recording)
+        with open(recording, "r+b") as file:
+            file.seek(-3000, os.SEEK_END)
+            file.write(bytes(3))
+        finished(run, "offline", end="killed", status=-signal.SIGKILL)  # it begins at 0 again
+        finished(run, "offline")  # waits for the W&B process of the one before
     lines = [[line["iter"] for line in history(records)] for records in inspect(run)]
     assert sum(lines, []) == [*range(1000)] and 0 < len(lines[0]) < 1000
     sync(run)
-    assert arrived(server) == [*range(1000)]
+    sent_later(run)
+    assert arrived(server, "agents-1") == [*range(1000)] and [*server.runs] == ["agents-1"]
+    assert [server.runs["agents-1"][key] for key in ("project", "entity", "sweep")] == ["theirs", "team", "s-1"]
 
 
 def test_a_run_killed_online_that_goes_on_offline_and_online_doubles_no_point(tmp_path: Path, server: Server) -> None:
@@ -460,23 +471,6 @@ def test_a_run_killed_online_that_goes_on_offline_and_online_doubles_no_point(tm
     assert arrived(server) == [*range(1000)]
     sync(run)  # what is recorded offline counts as sent
     assert arrived(server) == [*range(1000)]
-
-
-def test_a_run_of_an_agent_has_the_agents_id_and_each_line_once_over_kills(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, agents = tmp_path / "run", {"SWEEP_ID": "s-1", "RUN_ID": "agents-1", "PROJECT": "theirs", "ENTITY": "team"}
-    with monkeypatch.context() as under_the_agent:
-        for name, value in agents.items():
-            under_the_agent.setenv(f"WANDB_{name}", value)
-        kill_with_wandb(trainer(run, "offline", pause=0.1), lambda: recorded(run) > 0)
-        finished(run, "offline")
-    lines = [[line["iter"] for line in history(records)] for records in inspect(run)]
-    assert sum(lines, []) == [*range(1000)] and 0 < len(lines[0]) < 1000
-    sync(run)
-    sent_later(run)
-    assert arrived(server, "agents-1") == [*range(1000)] and [*server.runs] == ["agents-1"]
-    assert [server.runs["agents-1"][key] for key in ("project", "entity", "sweep")] == ["theirs", "team", "s-1"]
 
 
 def test_an_agent_trains_runs_of_the_sweep_in_configs(
