@@ -89,7 +89,7 @@ def test_that_fills_up_during_a_sweep_and_its_report(
             resize(8192)
         assert "2 done" in launched(sweep, "launcher.workers=1")
     assert_same_sweep(tmp_path / "sweep", folder / "sweep")
-    monkeypatch.setattr("scripts.reporting.page.vl_convert.javascript_bundle", lambda **_: "")  # which takes a second
+    monkeypatch.setattr("scripts.reporting.page.vega", lambda: "")  # which takes a second
     words = [f"sweep_dir={folder / 'sweep'}", f"out={folder / 'out'}"]
     assert report.main(words) == 0
     before = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}

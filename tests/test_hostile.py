@@ -150,7 +150,7 @@ def test_no_file_of_a_run_runs_code_or_fills_memory(
     assert train.run(config) == 0
     shutil.copytree(tmp_path / "run", tmp_path / "intact")  # compare.py's b
     # compare.py's page holds 800 kB of our own JavaScript, and 200 tokens of each side, which take most of its time
-    monkeypatch.setattr("scripts.reporting.page.vl_convert.javascript_bundle", lambda **_: "")
+    monkeypatch.setattr("scripts.reporting.page.vega", lambda: "")
     monkeypatch.setattr("scripts.compare.NEW_TOKENS", 2)
     assert limited(lambda: PROGRAMS[program](tmp_path / "run", config), tmp_path / "stderr")[0] == 0
     exploded, copy = tmp_path / "exploded", tmp_path / "copy"

@@ -170,7 +170,7 @@ def test_the_next_command_runs_where_results_has_a_report_of_other_runs(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("scripts.reporting.page.vl_convert.javascript_bundle", lambda **_: "")  # which takes a second
+    monkeypatch.setattr("scripts.reporting.page.vega", lambda: "")  # which takes a second
     sweep = tiny_sweep(tmp_path, corpus, "max_iters=2", folds=[0], grid={})
     stored = tmp_path / "results" / "tiny" / "runs.csv"
     stored.parent.mkdir(parents=True)

@@ -177,7 +177,7 @@ def test_a_line_that_nobody_takes_ends_no_program(place: str, corpus: Path, tmp_
 def test_programs_over_many_runs_go_on_without_their_output(
     corpus: Path, tmp_path: Path, parquet: Parquet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scripts.reporting.page.vl_convert.javascript_bundle", lambda **_: "")  # which takes a second
+    monkeypatch.setattr("scripts.reporting.page.vega", lambda: "")  # which takes a second
     sweep = tiny_sweep(tmp_path, corpus, "max_iters=4", grid={}, folds=[0])
     words = [f"sweep_dir={tmp_path / 'sweep'}", f"out={tmp_path / 'out'}"]
     assert without_output(lambda: launch.main(where(sweep))) == 0

@@ -149,7 +149,7 @@ def test_runs_that_a_report_stored_are_not_trained_again(
     undisturbed: Path, sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for one that was stopped, and two that ended before or after the iterations that are asked for now."""
-    monkeypatch.setattr("scripts.reporting.page.vl_convert.javascript_bundle", lambda **_: "")  # which takes a second
+    monkeypatch.setattr("scripts.reporting.page.vega", lambda: "")  # which takes a second
     stored, folder = sweep.parent / "stored", sweep.parent / "sweep"
     report(read_sweep(undisturbed.parent / "sweep", "tiny"), stored, [])
     first, second, third, fourth, *_ = plan_runs(load_sweep(str(sweep), {}), [])

@@ -218,7 +218,7 @@ def test_every_contestant_of_the_track_has_the_same_recipe() -> None:
     """At one rate and one seed; tests/test_plans.py plans all runs."""
     sweep = load_sweep("attention_track", {})
     assert len(sweep.grid["optim.learning_rate"]) == 5 and len(sweep.seeds) == 2
-    runs = plan_runs(replace(sweep, seeds=[1], grid={"words": sweep.grid["words"]}), [])
+    runs = plan_runs(replace(sweep, seeds=(1,), grid={"words": sweep.grid["words"]}), [])
     assert len(runs) == len(sweep.grid["words"]) >= 16
     slots = ("qk_norm", "logits", "softmax", "output", "weights", "qk_clip")
     first, *others = (flatten(run.config.trajectory).items() for run in runs)

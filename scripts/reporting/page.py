@@ -1,6 +1,7 @@
 """The outline of a report, and the two ways to show it: table.md and report.html."""
 
 import base64
+import functools
 import gzip
 import html
 import json
@@ -224,15 +225,20 @@ def page(content: Content, live: bool = False) -> str:
     """report.html: one page that needs no other file and no network. Its charts and Vega's runtime are compressed.
     live: it asks for data.json, which has Content.shown(), every few seconds."""
     require_open_files()
-    runtime = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]  # its stub asks for more
     shown = content.shown()
     facts = "".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd>" for key, value in content.about.items())
     return string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(content.title), state=html.escape(content.state), hint=html.escape(content.hint),
         body=shown["body"], facts=facts and f"<details><summary>What was run</summary><dl>{facts}</dl></details>",
         themes=json.dumps({"light": theme(dark=False), "dark": theme(dark=True)}), live=json.dumps(live),
-        charts=packed(json.dumps(shown["charts"])), runtime=packed(runtime),
+        charts=packed(json.dumps(shown["charts"])), runtime=vega(),
     )  # fmt: skip
+
+
+@functools.cache
+def vega() -> str:
+    """Vega's runtime, packed: about a second, once a process."""
+    return packed(vl_convert.javascript_bundle(vl_version=VEGA_LITE))  # type: ignore[call-arg]  # its stub asks for more
 
 
 def packed(text: str) -> str:
