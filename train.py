@@ -205,7 +205,7 @@ def finish(run: Run, line: dict[str, Any], failure: str = "") -> int:
     run.dir.record.write(line | meter.clip_metrics)  # QK-Clip's since the last line
     summary = {
         "status": status, "iter": step, "val/loss": line.get("val/loss"), "val/loss_min": run.lowest.loss,
-        "iter_of_min": run.lowest.step, "train/loss": meter.train_loss, "seconds": seconds,
+        "iter_of_min": run.lowest.step, "train/loss": meter.train_loss, "seconds": seconds, "run_id": config.run_id,
         "tok_per_sec": step * config.tokens_per_iter / max(meter.train_seconds, 1e-9), "reason": failure or None,
         **facts.to_json(),
     }  # fmt: skip

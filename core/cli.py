@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 
 from core.files import MOST_DIGITS, ROOT, load_yaml
 from core.help import Presets, help_text
-from core.process import guarded
+from core.process import guarded, interrupt_kept
 from core.schema import (
     ConfigError,
     Loads,
@@ -136,7 +136,8 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
     parsed = [parse(word) for word in words]
     for word in overrides:
         require(not word.lstrip("+").startswith("hydra"), f"{word} has no effect: Hydra composes the settings, no more")
-    register_with_hydra(schema, {override.key_or_group: override.value() for override in parsed})
+    with interrupt_kept():
+        register_with_hydra(schema, {override.key_or_group: override.value() for override in parsed})
     options = options_of(schema)
     without_setting = preset_files(schema).keys() - declared(schema).keys()  # as experiment
     for override in parsed:
@@ -152,7 +153,7 @@ def compose(schema: type, overrides: list[str]) -> dict[str, Any]:
         local = override.key_or_group in without_setting and file.is_file() and not is_global(file)
         require(not local, f"{word}: the first line of {file} must be # @package _global_")
     try:
-        with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        with interrupt_kept(), hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             nested: Any = OmegaConf.to_container(hydra.compose(schema.__name__, words), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(explain(error, schema, overrides)) from error

@@ -73,6 +73,21 @@ def may_follow_signal(error: Exception) -> bool:
     return not wrong and not is_out_of_memory(error)
 
 
+@contextlib.contextmanager
+def interrupt_kept() -> Iterator[None]:
+    """Ctrl-C stays one where a library's `finally` has raised another error in its place."""
+    before = sys.exception()
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and cause is not before:
+            if isinstance(cause, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            cause = cause.__context__
+        raise
+
+
 def guarded(run: Callable[[], int]) -> int:
     """The exit status of run(): 2 a bad setting, 1 a failure, 130 Ctrl-C. A bad setting, an OSError and a lack of
     memory get one line; other failures their traceback. What standard error cannot take is lost."""

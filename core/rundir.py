@@ -308,7 +308,7 @@ def has_ended(request: RunRequest) -> bool:
 TEXTS = ["device", "dtype", "torch", "python", "commit", "corpus_sha256"]
 KINDS: dict[str, Any] = {  # of values of status.json and summary.json
     "iter": int, "pid": int, "ranks": int, "records": dict, "start_up_warnings": list, "plugins": dict,
-    **dict.fromkeys(["state", "host", "reason", "status", "sees_future", *TEXTS], str),
+    **dict.fromkeys(["state", "host", "reason", "status", "run_id", "sees_future", *TEXTS], str),
     "seconds": int | float,
 }  # fmt: skip
 

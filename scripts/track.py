@@ -146,6 +146,8 @@ def withdrawn(asked: TrackOptions) -> Iterator[None]:
     remove_aside(file.parent, LEFT)
     about, before = read_json(file), read_regular(file)
     require(len(about) > 0, f"{file} cannot be read")
+    known = about.get("withdrawn", asked.reason)
+    require(known == asked.reason, f"withdraw={asked.withdraw} is withdrawn already: {show(known)}")
     write_atomic(file, readable_json(about | {"withdrawn": asked.reason}))
     try:
         yield

@@ -89,7 +89,7 @@ def plan_runs(sweep: Definition, overrides: list[str]) -> list[PlannedRun]:
                     config = with_init_sha256(config)
             except ConfigError as error:
                 raise ConfigError(f"{error} (in the run {' '.join(given)})") from error
-            run = PlannedRun(config.run_dir.name, [point], seed, fold, given, config)
+            run = PlannedRun(config.run_id, [point], seed, fold, given, config)
             other = ids.setdefault((plain(point), fold, seed), run.id)
             require(other == run.id, f"two points of the grid have the name {point}: give them other labels")
             first = runs.setdefault(run.id, run)

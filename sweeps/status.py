@@ -15,11 +15,12 @@ from core.cli import run_script
 from core.files import NEXT, expand, is_locked, read_regular
 from core.process import printable, say
 from core.record import Lines
-from core.rundir import at_end, is_open, read_status
-from core.schema import NOT_EMPTY, Help, options, require
+from core.rundir import at_end, is_open, read_settings, read_status, read_summary
+from core.schema import NOT_EMPTY, ConfigError, Help, differences, options, require
 from sweeps.claims import read_claim
 from sweeps.definition import sweep_name
 from sweeps.plan import PlannedRun, read_plan
+from training.config import stored_config
 
 STATES = ("done", "diverged", "running", "stopped", "failed", "pending")
 FINAL = ("done", "diverged")
@@ -42,6 +43,17 @@ class State:
         return reached == max_iters if self.state == "done" else self.state == "diverged" and reached <= max_iters
 
 
+def other_settings(path: Path, run: PlannedRun) -> str:
+    """In what the run in `path`, which is at its end, differs from `run` of the plan: somebody exchanged or copied
+    folders. "" where it is that run; that of an earlier version does not say which it is."""
+    if read_summary(path).get("run_id", run.id) == run.id:
+        return ""
+    try:
+        return ", ".join(differences(run.config.trajectory, stored_config(read_settings(path)).trajectory))
+    except ConfigError as error:
+        return str(error)
+
+
 def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> State:
     """The state of a run, from its files and locks. launch: the one whose tries are counted."""
     path = sweep_dir / run.id
@@ -49,7 +61,10 @@ def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> Sta
     status = read_status(path)  # after the locks: the run may have ended since the first look
     state, step, reason = status.get("state"), status.get("iter"), printable(str(status.get("reason", "")))
     if not held and at_end(path):
-        return State(str(state), step, reason)
+        other = other_settings(path, run)
+        if not other:
+            return State(str(state), step, reason)
+        state, reason = "failed", printable(f"its folder holds a run with other settings: {other}")
     claim = read_claim(sweep_dir, run.id)
     tries = claim["tries"].get(launch, 0)
     if held:

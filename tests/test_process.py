@@ -23,9 +23,11 @@ from tqdm import tqdm
 
 import train
 from core.process import guarded, say
+from core.schema import ConfigError
 from data.batches import Batches
 from scripts import report
 from sweeps import launch
+from sweeps.plan import compose
 
 # -----------------------------------------------------------------------------
 # What is ended takes its children along
@@ -187,6 +189,26 @@ def test_programs_over_many_runs_go_on_without_their_output(
         prepare = [sys.executable, str(ROOT / "data" / "prepare_fineweb.py"), *given]
         assert subprocess.run(prepare, stdout=full, stderr=full).returncode == 0
     assert (tmp_path / "shards" / "index.json").exists()
+
+
+def test_ctrl_c_amid_a_librarys_clean_up_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OmegaConf's ends in an AttributeError. An error of whoever handles an earlier Ctrl-C is not one."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError
+
+    for place in ("hydra.compose", "hydra.core.config_store.ConfigStore.store"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(place, interrupted)
+            compose(["seed=2"])
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(ConfigError, match="nonsense"):
+            compose(["nonsense=1"])
 
 
 # -----------------------------------------------------------------------------

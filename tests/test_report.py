@@ -24,6 +24,7 @@ from scripts.reporting import charts
 from scripts.reporting.charts import LOSS, styles, value_axis
 from scripts.reporting.comparisons import compared_families
 from scripts.reporting.figures import metric_panels, series_of
+from scripts.reporting.page import caveats
 from scripts.reporting.runs import METRICS, kept, read_curves, read_sweep, thinned
 from scripts.reporting.stored import joined, read_stored
 from scripts.reporting.tables import comparison_table, facts, fault_table, missing_tables, part_table, readings_table
@@ -84,8 +85,15 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
     # train/loss is 1.9, 3.0, 1.8, 1.7, 1.6, 1.5
     assert roughness[1, 5][0] == pytest.approx((1.15 + 0.55 + 0 + 0) / 4)
     assert "parameters" not in sweep.runs[0].curves
+    assert not any("evaluated" in said for said in caveats(sweep, []))
+    (run / "evaluation.json").write_text(json.dumps({"about": about | {"limit": 5}}))
+    report.report(sweep_of(made.path), made.path / "stored", [])
+    (said,) = (said for said in caveats(read_stored(made.path / "stored", "made"), []) if "evaluated" in said)
+    assert "limit=null, num_fewshot=null, dtype=null; limit=5, num_fewshot=null, dtype=null" in said
     (run / "evaluation.json").write_text(json.dumps({"about": about | {"iter": 20}}))  # the run went on after it
     assert [run.summary.get("eval/cloze/acc") for run in sweep_of(made.path).runs[-2:]] == [0.5, None]
+    (run / "evaluation.json").write_text(json.dumps({"about": about | {"run_id": "another"}}))
+    assert sweep_of(made.path).runs[-1].state.reason == "done, but evaluation.json is of another run"
 
 
 def test_a_bad_metric_is_named(made: Made) -> None:

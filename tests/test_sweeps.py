@@ -180,6 +180,33 @@ def test_runs_that_a_report_stored_are_not_trained_again(
     assert "from=nowhere has no runs.csv that can be read" in capsys.readouterr().err
 
 
+def test_folders_that_somebody_exchanged_are_no_runs_of_the_sweep(undisturbed: Path, tmp_path: Path) -> None:
+    """They are neither counted nor trained over; with the right names again they are whole."""
+    file, folder = tmp_path / undisturbed.name, tmp_path / "sweep"
+    shutil.copy(undisturbed, file)
+    shutil.copytree(undisturbed.parent / "sweep", folder, symlinks=True)
+    first, second, third, *_ = (folder / run.id for run in read_plan(folder))
+
+    def exchange(*paths: Path) -> None:
+        for path, other in zip((tmp_path / "away", *paths), (*paths, tmp_path / "away"), strict=True):
+            other.rename(path)
+
+    exchange(first, second)
+    shutil.rmtree(third)
+    shutil.copytree(second, third, symlinks=True)
+    found = read_sweep(folder, "tiny").runs
+    assert [run.state.state for run in found] == ["failed", "failed", "failed", "done"]
+    told = [run.state.reason for run in found[:3]]
+    assert all("its folder holds a run with other settings: " in reason for reason in told)
+    assert "qk_norm.name none -> rms" in told[0] and "qk_norm.name rms -> none" in told[1] and "data.fold" in told[2]
+    output = launched(file, ONE, status=1)
+    assert "1 done, 3 failed" in output and output.count("holds a run with other settings") == 3
+    exchange(first, second)
+    shutil.rmtree(third)
+    assert "4 done" in launched(file, ONE)
+    assert_same_sweep(undisturbed.parent / "sweep", folder, (1, 2))
+
+
 def test_a_done_run_whose_summary_is_lost_is_mended(undisturbed: Path, tmp_path: Path) -> None:
     file, folder = tmp_path / undisturbed.name, tmp_path / "sweep"
     shutil.copy(undisturbed, file)

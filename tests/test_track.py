@@ -552,6 +552,7 @@ def test_an_entry_is_one_command_killed_or_not_and_is_verified(
         assert "board.csv has the row that its runs give" in told("verify=asinh.1")
     assert "### Superseded and withdrawn" in (folder / "README.md").read_text()
     assert len((folder / "board.csv").read_text().splitlines()) == 1 + 3 + 2
+    assert "is withdrawn already: wrong c" in told("withdraw=asinh", "reason=another", status=2)
     for words in (["withdraw=../final", "reason=none"], [f"verify={entry}"]):
         assert "must be the name of an entry" in told(*words, status=2)
 

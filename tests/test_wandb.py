@@ -5,6 +5,7 @@ import math
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import CACHE, ROOT, Program, eventually
+from helpers.runs import configured
 from wandb_server import Server
 
 import train
@@ -33,7 +35,7 @@ from sweeps.plan import compose
 from training.config import TrainConfig, WandbOptions, load_config
 from training.resume import run_request
 from training.state import Facts
-from training.tracking import wandb_settings
+from training.tracking import copied_from, wandb_settings
 
 KEY = "0123456789" * 4
 CLOCK = ("tok_per_sec", "mfu")
@@ -160,6 +162,26 @@ def test_wandb_offline_holds_what_metrics_jsonl_holds_across_a_resume(tmp_path: 
     os.mkfifo(first.with_name("run-a.wandb"))  # a stranger's
     first.with_name("latest-run").symlink_to(".")
     assert wandb_follower.last_recorded(first) == 29
+
+
+def test_a_copy_that_goes_on_in_the_runs_of_its_original_says_so(tmp_path: Path, corpus: Path) -> None:
+    """Once. A run that was moved is no copy."""
+    run, copy, wandb = tmp_path / "run", tmp_path / "copy", {"mode": "offline"}
+    assert train.run(configured(corpus, run, max_iters=2, wandb=wandb)) == 0
+    shutil.copytree(run, copy, symlinks=True)
+    assert copied_from(copy) == str(run) and not copied_from(run)
+    for n in (4, 6):
+        assert train.run(configured(corpus, copy, max_iters=n, wandb=wandb)) == 0
+        said = (copy / "train.log").read_text()
+        assert said.count(f"warning: this is a copy of {run}, and goes on in the same run at W&B") == 1
+    assert train.run(configured(corpus, run, max_iters=4, wandb=wandb)) == 0
+    run.rename(tmp_path / "moved")
+    assert not copied_from(tmp_path / "moved") and "a copy" not in (tmp_path / "moved" / "train.log").read_text()
+    job = read_json(copy / "wandb" / "job.json")
+    moved = str(tmp_path / "moved")
+    for strange in ({"path": "\0"}, {"path": 3}, {"init": None}, {"path": moved, "init": {"id": None}}):
+        (copy / "wandb" / "job.json").write_text(json.dumps(job | strange))
+        assert not copied_from(copy)
 
 
 def test_a_run_that_is_killed_and_goes_on_is_in_w_and_b_with_all_that_was_asked_for(

@@ -421,13 +421,16 @@ class TrainConfig(GPTConfig, RootOptions):
 
     @property
     def run_dir(self) -> Path:
-        if self.out_dir is not None:
-            return expand(self.out_dir)
+        return Path("runs") / self.run_id if self.out_dir is None else expand(self.out_dir)
+
+    @property
+    def run_id(self) -> str:
+        """A name that all runs with these numbers have, wherever they stand."""
         fold_number = self.data.fold if isinstance(self.data, FoldedTextOptions) else None
         fold = "" if fold_number is None else f"-fold{fold_number}"
         files = (getattr(self.data, key, None) or "" for key in ("path", "val_path"))
         file = " ".join(Path(file).name for file in files).rstrip()
-        return Path("runs") / f"{self.label}{fold}-s{self.seed}-{digest({**self.trajectory, 'data.path': file})}"
+        return f"{self.label}{fold}-s{self.seed}-{digest({**self.trajectory, 'data.path': file})}"
 
     def check(self) -> None:
         both = self.eval_only and self.fresh

@@ -10,7 +10,7 @@ from typing import Any
 
 from core.files import ROOT, read_json
 from core.git import uncommitted
-from core.process import say
+from core.process import printable, say
 from core.record import Metrics, is_number
 from core.schema import one_line
 from core.wandb_run import wandb_mode, wandb_options
@@ -50,6 +50,17 @@ def draw(path: Path) -> None:
     figure.savefig(path / "curve.png", dpi=150)
 
 
+def copied_from(path: Path) -> str:
+    """The run directory that the one in `path` is a copy of, with the same run at W&B; "" if of none that is there."""
+    job = read_json(path / "wandb" / "job.json")
+    origin, known = job.get("path"), job.get("init")
+    if not isinstance(origin, str) or not isinstance(known, Mapping) or Path(origin) == path.resolve():
+        return ""
+    there = read_json(Path(origin) / "wandb" / "job.json").get("init")
+    same = isinstance(there, Mapping) and there.get("id") == known.get("id")
+    return printable(origin) if same else ""
+
+
 def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, Any]:
     """The mode, the arguments of wandb.init(), and what else the process that sends needs."""
     wandb, name, settings = wandb_options(config.wandb), path.resolve().name, asdict(config)
@@ -72,7 +83,8 @@ def wandb_settings(config: TrainConfig, path: Path, facts: Facts) -> dict[str, A
         "resume": "allow",
     }
     return {
-        "mode": wandb.mode, "init": init, "layers": shown_in("layers") if shows_media(config) else None,
+        "mode": wandb.mode, "init": init, "path": str(path.resolve()),
+        "layers": shown_in("layers") if shows_media(config) else None,
         "evaluation": EVALUATION, "artifacts": wandb.artifacts, "diff": uncommitted().decode(errors="replace"),
     }  # fmt: skip
 

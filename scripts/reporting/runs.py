@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from core.files import LINES_BYTES, file_sha256, is_intact, open_regular, parse_object, read_json
+from core.process import printable
 from core.record import LINE_BYTES, is_number
 from core.rundir import KINDS, mistyped
 from core.schema import ConfigError, flatten, require, show
@@ -51,6 +52,8 @@ NUMBERS = [  # of a summary, that every report uses
     "val/loss_min", "iter_of_min", "val/loss", "train/loss", "worst_loss", "seconds", "tok_per_sec", "parameters",
     "cache_bytes_per_token", "vocab_size",
 ]  # fmt: skip
+
+EVALUATED = "evaluated"  # the conditions of a run's evaluation.json
 
 NUMBER_KINDS = dict.fromkeys([*NUMBERS, "ranks"], int | float)
 
@@ -292,7 +295,7 @@ def read_done(path: Path, keys: Sequence[str]) -> tuple[dict[str, Any], dict[str
     summary = read_summary(path)
     missing = [key for key in ("iter", "val/loss", "val/loss_min", "iter_of_min") if summary.get(key) is None]
     require(not missing, f"summary.json has no {', '.join(missing)}")
-    summary |= evaluation(path, [summary["iter_of_min"], summary["iter"]])
+    summary |= evaluation(path, summary)
     curves = own_curves(path, keys, summary)
     known = curves.get("val/loss", {}).get(summary["iter_of_min"]) == summary["val/loss_min"]
     require(known, "the minimum of summary.json is not in metrics.jsonl")
@@ -317,16 +320,19 @@ def read_summary(path: Path) -> dict[str, Any]:
     return summary
 
 
-def evaluation(path: Path, iters: Sequence[int]) -> dict[str, float]:
-    """What scripts/evaluate_lm.py wrote into a run directory: eval/TASK/METRIC -> value. {} if the checkpoint that it
-    evaluated is of none of `iters`: the run has gone on since."""
+def evaluation(path: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What scripts/evaluate_lm.py wrote into a run directory: eval/TASK/METRIC -> value, and EVALUATED, how. {} if the
+    checkpoint that it evaluated is neither the best nor the last one: the run has gone on since."""
+    iters = [summary["iter_of_min"], summary["iter"]]
     evaluated = read_json(path / "evaluation.json")
     require(is_intact(evaluated), "evaluation.json has changed since it was written")
     try:
         about = evaluated.get("about", {})
+        require(about.get("run_id") in (None, summary.get("run_id")), "evaluation.json is of another run")
         found = about.get("metrics", {}) if about.get("iter", iters[0]) in iters else {}
         named = {f"eval/{task}/{name}": value for task, values in found.items() for name, value in values.items()}
-        return {name: value for name, value in named.items() if math.isfinite(value)}
+        how = ", ".join(f"{key}={show(about.get(key))[:60]}" for key in ("limit", "num_fewshot", "dtype"))
+        return {name: value for name, value in named.items() if math.isfinite(value)} | {EVALUATED: printable(how)}
     except (AttributeError, TypeError) as error:
         raise ConfigError("evaluation.json has no metrics that can be read") from error
 

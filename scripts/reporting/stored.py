@@ -16,7 +16,7 @@ from core.files import file_sha256, parse_object, read_json, unpacked
 from core.record import is_number
 from core.rundir import TEXTS, mistyped
 from core.schema import ConfigError, require, show
-from scripts.reporting.runs import NUMBER_KINDS, NUMBERS, Curve, Run, Sweep
+from scripts.reporting.runs import EVALUATED, NUMBER_KINDS, NUMBERS, Curve, Run, Sweep
 from sweeps.definition import check_sweep
 from sweeps.status import FINAL, State, require_whole, stored_rows
 
@@ -37,7 +37,9 @@ def common_config(sweep: Sweep) -> dict[str, Any]:
 
 def columns_of(sweep: Sweep) -> list[str]:
     """What runs.csv takes from the runs' summaries."""
-    return list(dict.fromkeys([*NUMBERS, *(metric.column for metric in sweep.metrics), *TEXTS, "start_up_warnings"]))
+    columns = [metric.column for metric in sweep.metrics]
+    evaluated = [EVALUATED] * any(column.startswith("eval/") for column in columns)
+    return list(dict.fromkeys([*NUMBERS, *columns, *TEXTS, "start_up_warnings", *evaluated]))
 
 
 def runs_csv(sweep: Sweep) -> str:
