@@ -23,7 +23,6 @@ import numpy as np
 from core.cli import run_script
 from core.device import resolve_device, resolve_dtype
 from core.files import ROOT, expand, sealed, write_atomic
-from core.rundir import read_summary
 from core.schema import REQUIRED, AtLeast, ConfigError, Help, Writable, did_you_mean, one_line, options, require, show
 from data.corpora import probe_hub
 from data.options import RandomOptions
@@ -206,7 +205,7 @@ def evaluate(asked: EvaluateOptions) -> dict[str, Any]:
         raise ConfigError(f"tasks={asked.tasks} num_fewshot={show(asked.num_fewshot)}: {one_line(error)}") from error
     fault, metrics = run.config.fault.name, metrics_of(results)
     about = {
-        "run": asked.run, "run_id": read_summary(expand(asked.run)).get("run_id"), "iter": run.state.get("step"),
+        "run": asked.run, "run_id": run.config.run_id, "checkpoint": asked.checkpoint, "iter": run.state.get("step"),
         "num_fewshot": results["n-shot"], "limit": asked.limit,
         "dtype": str(dtype).removeprefix("torch."), "lm_eval": lm_eval.__version__,
         "seconds": round(time.perf_counter() - began, 1), "truncated": lm.truncated,

@@ -37,6 +37,7 @@ from sweeps.status import (
     FINAL,
     State,
     SweepPlace,
+    another_run,
     failures,
     finished_in,
     progress,
@@ -82,6 +83,8 @@ def run(asked: LaunchOptions, overrides: list[str], hint: bool = True) -> int:
     convert(str(sweep_dir), str, "sweep_dir")  # a current folder may have a name that is no Unicode text
     check_usable(sweep_dir)
     unstored = without_stored(runs, asked.from_)
+    for told in (another_run(sweep_dir / run.id, run) for run in unstored if at_end(sweep_dir / run.id)):
+        require(not told, told)
     left_out = read_definition(str(asked.sweep))["parts"].keys() - sweep.parts.keys()
     for warning in unknown_points(sweep, {point for run in runs for point in run.points}, left_out):
         say(f"warning: {warning}")

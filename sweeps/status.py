@@ -29,12 +29,13 @@ FINAL = ("done", "diverged")
 @dataclass(frozen=True)
 class State:
     """state: one of STATES; a stopped run has begun, and no process trains it now. iter: of its last checkpoint.
-    launch_tries: how often the launch in question has tried it."""
+    launch_tries: how often the launch in question has tried it. another: its folder holds another run."""
 
     state: str
     iter: int | None = None
     reason: str = ""
     launch_tries: int = 0
+    another: bool = False
 
     def ended_as_one_of(self, max_iters: int) -> bool:
         """Whether this counts as the end of a run of max_iters: it is done at that iteration, or diverged by then. With
@@ -43,15 +44,16 @@ class State:
         return reached == max_iters if self.state == "done" else self.state == "diverged" and reached <= max_iters
 
 
-def other_settings(path: Path, run: PlannedRun) -> str:
-    """In what the run in `path`, which is at its end, differs from `run` of the plan: somebody exchanged or copied
-    folders. "" where it is that run; that of an earlier version does not say which it is."""
+def another_run(path: Path, run: PlannedRun) -> str:
+    """Why the run in `path`, which is at its end, is not `run` of the plan: somebody exchanged or copied folders. ""
+    where it is, or was trained by a version that did not record which run it is."""
     if read_summary(path).get("run_id", run.id) == run.id:
         return ""
     try:
-        return ", ".join(differences(run.config.trajectory, stored_config(read_settings(path)).trajectory))
+        changes = ", ".join(differences(run.config.trajectory, stored_config(read_settings(path)).trajectory))
     except ConfigError as error:
-        return str(error)
+        changes = str(error)
+    return changes and printable(f"{path} holds another run: {changes}; put it back, or remove the folder")
 
 
 def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> State:
@@ -61,10 +63,8 @@ def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> Sta
     status = read_status(path)  # after the locks: the run may have ended since the first look
     state, step, reason = status.get("state"), status.get("iter"), printable(str(status.get("reason", "")))
     if not held and at_end(path):
-        other = other_settings(path, run)
-        if not other:
-            return State(str(state), step, reason)
-        state, reason = "failed", printable(f"its folder holds a run with other settings: {other}")
+        told = another_run(path, run)
+        return State("failed", None, told, sys.maxsize, True) if told else State(str(state), step, reason)
     claim = read_claim(sweep_dir, run.id)
     tries = claim["tries"].get(launch, 0)
     if held:
@@ -80,6 +80,8 @@ def state_of(sweep_dir: Path, run: PlannedRun, launch: str | None = None) -> Sta
 
 def progress(sweep_dir: Path, run: PlannedRun, state: State) -> tuple[float, tuple[float, int, str] | None]:
     """The share of a run's iterations that is behind it; its lowest val/loss, with the iteration and the run's id."""
+    if state.another:
+        return 0.0, None
     metrics = Lines(sweep_dir / run.id / "metrics.jsonl")
     metrics.update()
     reached = max((line["iter"] for line in metrics.lines), default=0)

@@ -25,7 +25,6 @@ from sweeps.claims import Launch, claimed, write_claim
 from sweeps.definition import part_and_name
 from sweeps.plan import PlannedRun, read_about, read_plan
 from sweeps.ranks import input_ends, train_on_ranks
-from sweeps.status import other_settings
 from training.config import TrainConfig
 
 WORKER = str(Path(__file__).resolve())
@@ -51,14 +50,10 @@ def work(sweep_dir: Path, launch_name: str, received: Collection[int] = ()) -> i
 def take(run: PlannedRun, launch: Launch, received: Collection[int]) -> int:
     """Claim a run and try it. Returns the status of the try; 0 if the run has ended, is taken or has no try left."""
     path = launch.sweep_dir / run.id
-
-    def has_ended() -> bool:
-        return at_end(path) and not other_settings(path, run)  # train.py refuses another run
-
-    if has_ended():
+    if at_end(path):
         return 0
     with claimed(launch.sweep_dir, run.id) as claim:
-        if claim is None or is_open(path) or has_ended():  # since the first look
+        if claim is None or is_open(path) or at_end(path):  # it may have ended since the first look
             return 0
         left = claim["tries"].get(launch.name, 0) < launch.tries
         return attempt(run, launch, claim, received) if left else 0

@@ -85,15 +85,27 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
     # train/loss is 1.9, 3.0, 1.8, 1.7, 1.6, 1.5
     assert roughness[1, 5][0] == pytest.approx((1.15 + 0.55 + 0 + 0) / 4)
     assert "parameters" not in sweep.runs[0].curves
-    assert not any("evaluated" in said for said in caveats(sweep, []))
-    (run / "evaluation.json").write_text(json.dumps({"about": about | {"limit": 5}}))
-    report.report(sweep_of(made.path), made.path / "stored", [])
-    (said,) = (said for said in caveats(read_stored(made.path / "stored", "made"), []) if "evaluated" in said)
-    assert "limit=null, num_fewshot=null, dtype=null; limit=5, num_fewshot=null, dtype=null" in said
+    made.run("a/p=4", 5, falling(1.4))  # not evaluated
+    shots = {"num_fewshot": {"cloze": 0}}
+    before = made.path / made.lines[-3]["id"]
+    for conditions in (shots, {"num_fewshot": {"cloze": 0, "more": 5}}, {"num_fewshot": {"cloze": 1}, "limit": 5}):
+        of_before = about | shots | {"metrics": {"cloze": {"acc": 0.5}}}
+        (before / "evaluation.json").write_text(json.dumps({"about": of_before}))
+        (run / "evaluation.json").write_text(json.dumps({"about": about | conditions}))
+        report.report(sweep_of(made.path), made.path / "stored", [])
+        made_once = {file.name: file.read_bytes() for file in (made.path / "stored").iterdir()}
+        stored = read_stored(made.path / "stored", "made")
+        report.report(stored, made.path / "stored", [])
+        assert {file.name: file.read_bytes() for file in (made.path / "stored").iterdir()} == made_once
+        said = [said for said in caveats(stored, []) if "evaluated" in said]
+        unlike = "the runs were not evaluated alike by cloze: limit=5, num_fewshot=1; num_fewshot=0"
+        assert said == [unlike] * ("limit" in conditions)
     (run / "evaluation.json").write_text(json.dumps({"about": about | {"iter": 20}}))  # the run went on after it
-    assert [run.summary.get("eval/cloze/acc") for run in sweep_of(made.path).runs[-2:]] == [0.5, None]
+    assert [run.summary.get("eval/cloze/acc") for run in sweep_of(made.path).runs[-3:]] == [0.5, None, None]
+    (run / "summary.json").write_text(json.dumps(json.loads((run / "summary.json").read_text()) | {"run_id": run.name}))
     (run / "evaluation.json").write_text(json.dumps({"about": about | {"run_id": "another"}}))
-    assert sweep_of(made.path).runs[-1].state.reason == "done, but evaluation.json is of another run"
+    (reason,) = (one.state.reason for one in sweep_of(made.path).runs if not one.done)
+    assert reason == "done, but evaluation.json is of another run"
 
 
 def test_a_bad_metric_is_named(made: Made) -> None:

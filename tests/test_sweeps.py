@@ -35,14 +35,15 @@ import sweeps.status
 from core.files import file_sha256, read_json, write_json
 from core.rundir import is_open, read_status
 from scripts.report import report
-from scripts.reporting.runs import read_sweep
+from scripts.reporting.one_run import RunFiles
+from scripts.reporting.runs import read_definition, read_sweep
 from scripts.reporting.stored import joined, read_stored
 from sweeps import launchers, worker
 from sweeps.claims import claimed, read_claim
 from sweeps.definition import load_sweep
 from sweeps.launch import main
 from sweeps.plan import PlannedRun, freeze, plan_runs, read_plan
-from sweeps.status import state_of
+from sweeps.status import SweepPlace, print_status, state_of
 from training.config import to_yaml
 
 SELDOM = ["eval_interval=6", "checkpoint_interval=6"]  # a save takes longer than an iteration
@@ -180,8 +181,10 @@ def test_runs_that_a_report_stored_are_not_trained_again(
     assert "from=nowhere has no runs.csv that can be read" in capsys.readouterr().err
 
 
-def test_folders_that_somebody_exchanged_are_no_runs_of_the_sweep(undisturbed: Path, tmp_path: Path) -> None:
-    """They are neither counted nor trained over; with the right names again they are whole."""
+def test_folders_that_somebody_exchanged_are_no_runs_of_the_sweep(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are refused, and neither counted nor drawn; with the right names again they are whole."""
     file, folder = tmp_path / undisturbed.name, tmp_path / "sweep"
     shutil.copy(undisturbed, file)
     shutil.copytree(undisturbed.parent / "sweep", folder, symlinks=True)
@@ -197,10 +200,16 @@ def test_folders_that_somebody_exchanged_are_no_runs_of_the_sweep(undisturbed: P
     found = read_sweep(folder, "tiny").runs
     assert [run.state.state for run in found] == ["failed", "failed", "failed", "done"]
     told = [run.state.reason for run in found[:3]]
-    assert all("its folder holds a run with other settings: " in reason for reason in told)
+    assert all("holds another run: " in reason and "put it back" in reason for reason in told)
     assert "qk_norm.name none -> rms" in told[0] and "qk_norm.name rms -> none" in told[1] and "data.fold" in told[2]
-    output = launched(file, ONE, status=1)
-    assert "1 done, 3 failed" in output and output.count("holds a run with other settings") == 3
+    for words in ([ONE], ["dry_run=true"]):
+        assert f"error: {first} holds another run: qk_norm.name none -> rms" in launched(file, *words, status=2)
+    assert print_status(SweepPlace(sweep_dir=str(folder))) == 0
+    assert "1 done, 3 failed" in capsys.readouterr().out
+    live = [RunFiles(folder, run) for run in read_plan(folder)]
+    assert all(run.update() for run in live)
+    drawn = [run.row(read_definition(folder, "tiny", live=True)).curves for run in live]
+    assert [*map(bool, drawn)] == [False, False, False, True]
     exchange(first, second)
     shutil.rmtree(third)
     assert "4 done" in launched(file, ONE)

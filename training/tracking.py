@@ -1,6 +1,7 @@
 """What W&B is told of a run, and its loss curve."""
 
 import contextlib
+import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -54,9 +55,12 @@ def copied_from(path: Path) -> str:
     """The run directory that the one in `path` is a copy of, with the same run at W&B; "" if of none that is there."""
     job = read_json(path / "wandb" / "job.json")
     origin, known = job.get("path"), job.get("init")
-    if not isinstance(origin, str) or not isinstance(known, Mapping) or Path(origin) == path.resolve():
-        return ""
-    there = read_json(Path(origin) / "wandb" / "job.json").get("init")
+    if not isinstance(origin, str) or not isinstance(known, Mapping) or os.environ.get("WANDB_SWEEP_ID"):
+        return ""  # an agent gives an id of its own
+    there: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        if not os.path.samefile(origin, path):
+            there = read_json(Path(origin) / "wandb" / "job.json").get("init")
     same = isinstance(there, Mapping) and there.get("id") == known.get("id")
     return printable(origin) if same else ""
 

@@ -50,7 +50,7 @@ class RunFiles:
         """The run in its sweep's report; one that is not at its end with its curves so far."""
         if self._row is None or self._row[0] != self.version:
             run = read_run(self.sweep_dir, self.plan, sweep)
-            if self.state.state not in FINAL:
+            if self.state.state not in FINAL and not self.state.another:
                 curves = {key: self.metrics.curve(key) for key in {key for line in self.metrics.lines for key in line}}
                 drawn = {key: curve for key, curve in kept({}, curves, sweep)[1].items() if curve}
                 run = Run(run.id, run.settings, run.seed, run.fold, run.config, run.state, {}, drawn)

@@ -20,7 +20,7 @@ from scripts.reporting import tables
 from scripts.reporting.charts import VEGA_LITE, Figure, theme
 from scripts.reporting.comparisons import Family, shares
 from scripts.reporting.figures import difference_figure, family_figures, part_figures, rate_figures
-from scripts.reporting.runs import EVALUATED, Sweep
+from scripts.reporting.runs import Sweep
 from scripts.reporting.tables import Table
 from sweeps.plan import temperature_note, unknown_points
 
@@ -136,8 +136,8 @@ def caveats(sweep: Sweep, families: Sequence[Family]) -> list[str]:
     found += [said for said in unknown_points(sweep.definition, sweep.settings) if said.startswith(lost)]
     for name, n in sweep.plugin_versions.items():
         found += [f"the plugin {name} changed between runs: {n} versions of it are compared"] * (n > 1)
-    if len(ways := sweep.distinct(EVALUATED)) > 1:
-        found.append(f"the runs were not evaluated alike: {'; '.join(ways)}")
+    for task, ways in sweep.evaluations.items():
+        found += [f"the runs were not evaluated alike by {task}: {'; '.join(sorted(ways))}"] * (len(ways) > 1)
     for said, settings in sweep.mixed.items():
         found.append(f"the runs of {', '.join(settings)} differ in {said}: their mean mixes several settings")
     return [said for said in found if said]

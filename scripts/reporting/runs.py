@@ -53,9 +53,9 @@ NUMBERS = [  # of a summary, that every report uses
     "cache_bytes_per_token", "vocab_size",
 ]  # fmt: skip
 
-EVALUATED = "evaluated"  # the conditions of a run's evaluation.json
+EVALUATED = "evaluated"  # in a summary: lm_eval's task -> how evaluation.json's values were measured
 
-NUMBER_KINDS = dict.fromkeys([*NUMBERS, "ranks"], int | float)
+NUMBER_KINDS = {**dict.fromkeys([*NUMBERS, "ranks"], int | float), EVALUATED: dict}
 
 METRICS = [
     Metric("val/loss_min", "lowest validation loss", "lower loss", "higher loss", "+.4f"),
@@ -177,6 +177,17 @@ class Sweep:
                     values.setdefault(key, set()).add(show(value))
             for key in (key for key, of in values.items() if len(of) > 1 and decides(key)):
                 found.setdefault(f"{key} {', '.join(sorted(values[key]))}", []).append(setting)
+        return found
+
+    @property
+    def evaluations(self) -> dict[str, set[str]]:
+        """lm_eval's task that is compared -> the ways in which runs were evaluated."""
+        keys = [metric.key.removeprefix("eval/") for metric in self.metrics if metric.key.startswith("eval/")]
+        compared = {key.rpartition("/")[0] for key in keys}
+        found: dict[str, set[str]] = {task: set() for task in sorted(compared)}
+        for run in self.runs:
+            for task in found.keys() & run.summary.get(EVALUATED, {}).keys():
+                found[task].add(str(run.summary[EVALUATED][task]))
         return found
 
     @property
@@ -321,20 +332,29 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def evaluation(path: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What scripts/evaluate_lm.py wrote into a run directory: eval/TASK/METRIC -> value, and EVALUATED, how. {} if the
+    """What scripts/evaluate_lm.py wrote into a run directory: eval/TASK/METRIC -> value, and EVALUATED. {} if the
     checkpoint that it evaluated is neither the best nor the last one: the run has gone on since."""
     iters = [summary["iter_of_min"], summary["iter"]]
     evaluated = read_json(path / "evaluation.json")
     require(is_intact(evaluated), "evaluation.json has changed since it was written")
     try:
         about = evaluated.get("about", {})
-        require(about.get("run_id") in (None, summary.get("run_id")), "evaluation.json is of another run")
+        ids = {one["run_id"] for one in (about, summary) if "run_id" in one}
+        require(len(ids) <= 1, "evaluation.json is of another run")
         found = about.get("metrics", {}) if about.get("iter", iters[0]) in iters else {}
         named = {f"eval/{task}/{name}": value for task, values in found.items() for name, value in values.items()}
-        how = ", ".join(f"{key}={show(about.get(key))[:60]}" for key in ("limit", "num_fewshot", "dtype"))
-        return {name: value for name, value in named.items() if math.isfinite(value)} | {EVALUATED: printable(how)}
+        numbers: dict[str, Any] = {name: value for name, value in named.items() if math.isfinite(value)}
+        return numbers | {EVALUATED: {task: how_evaluated(task, about) for task in found}} if found else {}
     except (AttributeError, TypeError) as error:
         raise ConfigError("evaluation.json has no metrics that can be read") from error
+
+
+def how_evaluated(task: str, about: Mapping[str, Any]) -> str:
+    """The conditions of one task: "limit=100, num_fewshot=0, dtype=float32"."""
+    shots = about.get("num_fewshot")
+    asked = {**about, "num_fewshot": shots.get(task) if isinstance(shots, Mapping) else shots}
+    keys = ("limit", "num_fewshot", "dtype", "checkpoint", "lm_eval")
+    return ", ".join(f"{key}={printable(show(asked[key]))[:60]}" for key in keys if asked.get(key) is not None)
 
 
 def read_curves(path: Path, keys: Sequence[str]) -> dict[str, Curve]:

@@ -37,15 +37,14 @@ def common_config(sweep: Sweep) -> dict[str, Any]:
 
 def columns_of(sweep: Sweep) -> list[str]:
     """What runs.csv takes from the runs' summaries."""
-    columns = [metric.column for metric in sweep.metrics]
-    evaluated = [EVALUATED] * any(column.startswith("eval/") for column in columns)
-    return list(dict.fromkeys([*NUMBERS, *columns, *TEXTS, "start_up_warnings", *evaluated]))
+    return list(dict.fromkeys([*NUMBERS, *(metric.column for metric in sweep.metrics), *TEXTS, "start_up_warnings"]))
 
 
 def runs_csv(sweep: Sweep) -> str:
     """A line a run: its settings where they differ between runs, and its numbers."""
     common = common_config(sweep)
-    measured = [*dict.fromkeys([*columns_of(sweep), *["ranks"] * sweep.has_ranks])]
+    evaluated = any(sweep.evaluations.values())
+    measured = [*dict.fromkeys([*columns_of(sweep), *["ranks"] * sweep.has_ranks, *[EVALUATED] * evaluated])]
     plugins = any(run.summary.get("plugins") for run in sweep.runs)
     keys = dict.fromkeys(key for run in sweep.runs for key in run.config)
     of_row = {"seed"} if all(run.fold is None for run in sweep.runs) else {"seed", "data.fold"}
@@ -85,7 +84,7 @@ def read_stored(folder: Path, name: str) -> Sweep:
     require(good, f"from={folder}: planned in its provenance.json must name overrides")
     definition = about["definition"]
     sweep = Sweep(name, {"sweep": definition, "frozen": about["planned"]}, check_sweep(definition), [])
-    measured = [*columns_of(sweep), "ranks"]
+    measured = [*columns_of(sweep), "ranks", EVALUATED]
     try:
         for file in ("runs.csv", "curves.csv.gz"):  # the second counts the lines of the first
             require(file_sha256(folder / file) == about["sha256"].get(file), f"{file} was changed")
