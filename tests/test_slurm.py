@@ -270,6 +270,7 @@ def test_two_ranks_that_receive_usr2_save_once_and_are_requeued(sweep: OnSlurm, 
     assert status["state"] == "stopped" and 10 <= status["iter"] < 80
     # else the task may end as FAILED: SLURM seems to take the exit status of the first start, 255, for the second's
     eventually(lambda: f"slurmstepd: [{task}." not in shell("ps", "-eo", "args"))
+    time.sleep(2)  # in the second of the first start's end slurmd refuses another one ("Job credential revoked")
     shell("scontrol", "update", f"JobId={task}", "StartTime=now")
     output, errors = ended(launcher)
     assert "1 worker of 2 ranks" in output and "2 done" in output and errors == ""
