@@ -98,7 +98,7 @@ def test_other_metrics_are_of_the_lines_or_of_the_summary(made: Made) -> None:
         report.report(stored, made.path / "stored", [])
         assert {file.name: file.read_bytes() for file in (made.path / "stored").iterdir()} == made_once
         said = [said for said in caveats(stored, []) if "evaluated" in said]
-        unlike = "the runs were not evaluated alike by cloze: limit=5, num_fewshot=1; num_fewshot=0"
+        unlike = "the runs were evaluated by cloze in different ways: limit=5, num_fewshot=1; num_fewshot=0"
         assert said == [unlike] * ("limit" in conditions)
     (run / "evaluation.json").write_text(json.dumps({"about": about | {"iter": 20}}))  # the run went on after it
     assert [run.summary.get("eval/cloze/acc") for run in sweep_of(made.path).runs[-3:]] == [0.5, None, None]

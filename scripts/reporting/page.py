@@ -137,7 +137,7 @@ def caveats(sweep: Sweep, families: Sequence[Family]) -> list[str]:
     for name, n in sweep.plugin_versions.items():
         found += [f"the plugin {name} changed between runs: {n} versions of it are compared"] * (n > 1)
     for task, ways in sweep.evaluations.items():
-        found += [f"the runs were not evaluated alike by {task}: {'; '.join(sorted(ways))}"] * (len(ways) > 1)
+        found += [f"the runs were evaluated by {task} in different ways: {'; '.join(sorted(ways))}"] * (len(ways) > 1)
     for said, settings in sweep.mixed.items():
         found.append(f"the runs of {', '.join(settings)} differ in {said}: their mean mixes several settings")
     return [said for said in found if said]
