@@ -7,7 +7,6 @@ from core import dist
 from core.plugins import joined_versions, remember
 from core.rundir import RunDir
 from core.schema import require
-from core.wandb_run import wandb_options
 from training.config import to_yaml
 from training.evaluate import find_lowest
 from training.meter import Diverged, Meter
@@ -57,12 +56,12 @@ def begin(session: Session, run_dir: RunDir, saved: RunState | None, warnings: l
         plugins = joined_versions(saved.facts.plugins or {}, facts.plugins or {}) or None
         commits = ", ".join(dict.fromkeys([*saved.facts.commits, *facts.commits])) or None
         facts = replace(facts, commit=commits, plugins=plugins)
-    origin = copied_from(run_dir.path)
+    origin, wandb = copied_from(run_dir.path), wandb_settings(config, run_dir.path, facts)
     start, records, due = (saved.step, saved.records, saved.evaluation_due) if saved else (0, {}, False)
-    run_dir.begin(to_yaml(config), start, wandb_settings(config, run_dir.path, facts), records)
+    run_dir.begin(to_yaml(config), start, wandb, records)
     resumed = f", resumed at iteration {start}" if saved else ""
     run_dir.log(f"{run_dir.path}: {headline(session)}{resumed}")
-    if origin and wandb_options(config.wandb).mode != "disabled":
+    if origin and wandb["mode"] != "disabled":
         own = f"without {run_dir.path / 'wandb'} it would get its own"
         run_dir.log(f"warning: this is a copy of {origin}, and goes on in the same run at W&B; {own}")
     if session.machine.world.rank == 0 and (warning := remember(config.plugins)):
