@@ -330,17 +330,29 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
+def pass_tests_of_ops(which: str, **environment: str) -> None:
+    """Raises AssertionError unless these pass with kernels compiled in this environment."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_ops.py", "-k", which]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiled for an older x86")
 @pytest.mark.skipif("avx512f" not in cpu_flags(), reason="here all tests have kernels compiled for AVX2")
 def test_kernels_compiled_for_avx2_pass_the_tests_of_ops(tmp_path: Path) -> None:
     """Compiled for AVX2 alone the kernels pass the same tests, but for attention, which they leave to the reference."""
     env = {"CXX": "g++ -march=x86-64-v3", "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/test_ops.py"]
-    command += ["-k", "norm or absorb or gelu or dropout"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True)
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]
+    pass_tests_of_ops("norm or absorb or gelu or dropout", **env)
     run_python("from model.kernels import operators; assert operators.loaded() and not operators.attends()", env=env)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="attention has no kernel here")
+@pytest.mark.skipif("amx_bf16" in cpu_flags(), reason="here all tests have attention in tiles")
+def test_attention_with_emulated_tiles_passes_its_tests(tmp_path: Path) -> None:
+    env = {"CXX": "g++ -DEMULATE_TILES", "XDG_CACHE_HOME": str(tmp_path)}
+    pass_tests_of_ops("attention_and or attention_with or attention_has or logits_that or leaves_behind", **env)
 
 
 @pytest.mark.slow

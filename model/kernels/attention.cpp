@@ -1,11 +1,12 @@
-// Causal attention on a CPU with AVX-512 bf16, forward and backward. The T x T matrix is never stored: a block of 64
-// queries meets the keys that it sees, and the backward pass computes the probabilities again from each query's largest
-// logit and sum of exponentials (as in FlashAttention, Dao et al. 2022). Logits may be capped: cap tanh(logit / cap),
-// and the derivative of the log-sum-exp may come in. Logits, softmax and all sums are fp32. The probabilities, and the
-// derivatives of the logits, are rounded to bf16 as operands of a matmul. A thread works on one query head of one
-// sequence.
+// Causal attention on a CPU with AVX-512 bf16, forward and backward; its matmuls run on matrix units where there are
+// some. The T x T matrix is never stored: a block of 64 queries meets the keys that it sees, and the backward pass
+// computes the probabilities again from each query's largest logit and sum of exponentials (as in FlashAttention, Dao
+// et al. 2022). Logits may be capped: cap tanh(logit / cap), and the derivative of the log-sum-exp may come in. Logits,
+// softmax and all sums are fp32. The probabilities, and the derivatives of the logits, are rounded to bf16 as operands
+// of a matmul. A thread works on one query head of one sequence.
 
 #include "matmul.h"
+#include "tiles.h"
 
 #ifdef HAS_AVX512_BF16
 #include <algorithm>
@@ -38,28 +39,60 @@ void write_rows(const float *x, int64_t rows, int64_t n, const float *factor, fl
     }
 }
 
+// matmul(), on matrix units where there are some and the words of `a` along the sum lie side by side (ak = 1)
+void product(const void *words, int64_t am, int64_t ak, const uint32_t *b, int64_t height, float *c, int64_t ldc,
+             int64_t rows, int64_t columns, int64_t depth, bool add = false) {
+  constexpr decltype(&on_tiles<1, 1>) of_tiles[2][2] = {{on_tiles<1, 1>, on_tiles<1, 2>},
+                                                        {on_tiles<2, 1>, on_tiles<2, 2>}};
+  const uint32_t *a = static_cast<const uint32_t *>(words);
+  int64_t in_tiles = has_tiles && ak == 1 ? depth / 16 * 16 : 0;
+  for (int64_t k = 0; k < in_tiles; k += DEPTH)
+    for (int64_t n = 0; n < columns; n += 32)
+      for (int64_t m = 0; m < rows; m += 32)
+        of_tiles[rows - m >= 32][columns - n >= 32](
+            a + m * am + k, am, b + n / PANEL * PANEL * height + n % PANEL + k * PANEL, PANEL, c + m * ldc + n, ldc,
+            std::min(DEPTH, in_tiles - k), add || k);
+  if (in_tiles < depth)
+    matmul(a + in_tiles * ak, am, ak, b + in_tiles * PANEL, height, c, ldc, rows, columns, depth - in_tiles,
+           add || in_tiles);
+}
+
 // The matmuls of attention, of `queries` rows, a multiple of 16, from position i on. Of the keys from i on sixteen
 // queries meet those up to the last of the sixteen: later ones are neither computed nor read.
 
 // c (queries, P) = a b, a (queries, n) and b of keys, transposed
 void with_keys(const uint16_t *a, int64_t n, const uint32_t *b, float *c, int64_t P, int64_t queries, int64_t i) {
-  matmul(a, n / 2, 1, b, n / 2, c, P, queries, i, n / 2);
+  product(a, n / 2, 1, b, n / 2, c, P, queries, i, n / 2);
   for (int64_t r = 0; r < queries; r += 16)
-    matmul(a + r * n, n / 2, 1, b + i * (n / 2), n / 2, c + r * P + i, P, 16, r + 16, n / 2);
+    product(a + r * n, n / 2, 1, b + i * (n / 2), n / 2, c + r * P + i, P, 16, r + 16, n / 2);
 }
 
 // c (queries, n) = a b, a (queries, P) and b of keys, paired
 void over_keys(const uint16_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i) {
-  matmul(a, P / 2, 1, b, P / 2, c, n, queries, n, i / 2);
+  product(a, P / 2, 1, b, P / 2, c, n, queries, n, i / 2);
   for (int64_t r = 0; r < queries; r += 16)
-    matmul(a + r * P + i, P / 2, 1, b + i / 2 * PANEL, P / 2, c + r * n, n, 16, n, (r + 16) / 2, i > 0);
+    product(a + r * P + i, P / 2, 1, b + i / 2 * PANEL, P / 2, c + r * n, n, 16, n, (r + 16) / 2, i > 0);
 }
 
-// c (keys, n) += a^T b, a in words of two queries, (queries / 2, P), and b of queries, paired
-void over_queries(const uint32_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i) {
-  matmul(a, 1, P, b, ROWS / 2, c, n, i, n, queries / 2, true);
+// c (keys, n) += a^T b, a in words of two queries, (queries / 2, P), and b of queries, paired. Tiles take the words of a
+// key side by side: `turned` (P, ROWS / 2) is for those.
+void over_queries(const uint32_t *a, int64_t P, const uint32_t *b, float *c, int64_t n, int64_t queries, int64_t i,
+                  uint32_t *turned) {
+  int64_t am = 1, ak = P;
+  if (has_tiles) {
+    for (int64_t w = 0; w < queries / 2; w += 16)
+      for (int64_t j = 0; j < i + queries; j += 16) {
+        __m512i square[16];
+        for (int64_t e = 0; e < 16; e++) square[e] = _mm512_loadu_si512(a + (w + e) * P + j);
+        transpose(square);
+        for (int64_t e = 0; e < 16; e++) _mm512_storeu_si512(turned + (j + e) * (ROWS / 2) + w, square[e]);
+      }
+    a = turned, am = ROWS / 2, ak = 1;
+  }
+  product(a, am, ak, b, ROWS / 2, c, n, i, n, queries / 2, true);
   for (int64_t r = 0; r < queries; r += 16)
-    matmul(a + i + r + r / 2 * P, 1, P, b + r / 2 * PANEL, ROWS / 2, c + (i + r) * n, n, 16, n, (queries - r) / 2, true);
+    product(a + (i + r) * am + r / 2 * ak, am, ak, b + r / 2 * PANEL, ROWS / 2, c + (i + r) * n, n, 16, n,
+            (queries - r) / 2, true);
 }
 
 // The logits of products of queries and keys, less that of `largest`
@@ -147,7 +180,7 @@ void backward(const Attention &a, int64_t b, int64_t h) {
   int64_t T = a.length, P = up_to(PANEL, T), dk = a.dk, dv = a.dv, wide_k = up_to(PANEL, dk), wide_v = up_to(PANEL, dv);
   int64_t kv = h / a.group, first = (b * a.heads + h) * T;
   const __m512 kept = _mm512_set1_ps(256.f / (256 - a.dropped));
-  uint32_t *k_transposed, *k_paired, *v_transposed, *q_paired, *grad_paired, *pm_words, *ds_words;
+  uint32_t *k_transposed, *k_paired, *v_transposed, *q_paired, *grad_paired, *pm_words, *ds_words, *turned;
   uint16_t *queries, *grads, *ds;
   float *p, *dp, *slopes, *grad_q, *grad_k, *grad_v;
   room.lay_out([&](Room &r) {
@@ -155,6 +188,7 @@ void backward(const Attention &a, int64_t b, int64_t h) {
     r.take(queries, ROWS * dk), r.take(q_paired, ROWS / 2 * wide_k), r.take(grads, ROWS * dv);
     r.take(grad_paired, ROWS / 2 * wide_v), r.take(p, ROWS * P), r.take(dp, ROWS * P), r.take(ds, ROWS * P);
     r.take(pm_words, ROWS / 2 * P), r.take(ds_words, ROWS / 2 * P);
+    r.take(turned, has_tiles ? ROWS / 2 * P : 0);
     r.take(grad_q, ROWS * dk), r.take(grad_k, P * dk), r.take(grad_v, P * dv), r.take(slopes, a.cap > 0 ? 2 * P : 0);
   });
   transposed(a.k.at(b, kv), a.k.position, T, dk, k_transposed);
@@ -207,8 +241,8 @@ void backward(const Attention &a, int64_t b, int64_t h) {
     }
     over_keys(ds, P, k_paired, grad_q, dk, padded, i);
     write_rows(grad_q, rows, dk, nullptr, a.scale, a.grad_q.at(b, h, i), a.grad_q.position);
-    over_queries(ds_words, P, q_paired, grad_k, dk, padded, i);
-    over_queries(pm_words, P, grad_paired, grad_v, dv, padded, i);
+    over_queries(ds_words, P, q_paired, grad_k, dk, padded, i, turned);
+    over_queries(pm_words, P, grad_paired, grad_v, dv, padded, i, turned);
   }
   write_rows(grad_k, T, dk, nullptr, a.scale, a.grad_k.at(b, h), a.grad_k.position);
   write_rows(grad_v, T, dv, nullptr, 1, a.grad_v.at(b, h), a.grad_v.position);
@@ -254,8 +288,10 @@ void run(Attention &a, const Tensor &softmax) {
   a.largest = pointer<float>(softmax), a.log_sum = a.largest + a.batch * a.heads * a.length;
   bool back = a.grad.data;
 #pragma omp parallel for schedule(dynamic) num_threads(a.threads)
-  for (int64_t task = 0; task < a.batch * a.heads; task++)
+  for (int64_t task = 0; task < a.batch * a.heads; task++) {
+    Tiles loaded;
     (back ? backward : forward)(a, task / a.heads, task % a.heads);
+  }
 }
 
 // y (B, nh, T, dv), and each query's `largest` and `log_sum`, (2, B, nh, T)
