@@ -151,9 +151,13 @@ def test_a_crash_at_any_write_neither_doubles_nor_loses_a_document(
 
 
 SLOWLY = """
-import sys
+import sys, time
 from core.cli import run_script
 from data import prepare_fineweb
+def encode(*arguments, at_once=prepare_fineweb.encode):
+    time.sleep(0.02)
+    return at_once(*arguments)
+prepare_fineweb.encode = encode
 prepare_fineweb.SAVE_SECONDS = 0.0
 prepare_fineweb.BATCH_DOCUMENTS = 2
 if __name__ == "__main__":
