@@ -17,7 +17,7 @@ from torch import Tensor
 from core.device import move
 from core.schema import require
 from data.folds import Ranges, Split
-from data.shards import Tokens, file_versions
+from data.shards import Shards, Tokens, file_versions
 
 # Independent random streams: how often a run evaluates does not change its training batches.
 TRAIN_STREAM, SAMPLED_STREAMS = 0, {"train": 1, "val": 2}
@@ -46,7 +46,7 @@ class Batches:
         block = f"a held-out block of {held_out} of {len(tokens)} tokens; it must have at least 2"
         require(held_out >= 2, f"data.folds leaves {block}")
         self.resident = None if device is None else copy_tokens(tokens, device)
-        self.versions = file_versions(tokens)
+        self.versions = tokens.versions if isinstance(tokens, Shards) else file_versions(tokens)
 
     def require_unchanged(self) -> None:
         """Raise OSError where a file that tokens are memory-mapped from was written to since."""

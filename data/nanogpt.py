@@ -15,7 +15,7 @@ from core.files import expand
 from core.schema import ConfigError, one_line, require
 from data.corpora import read_bytes
 from data.options import BinOptions
-from data.shards import measured
+from data.shards import Shards, measured
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, fetch_gpt2
 
 META_BYTES = 2**24
@@ -91,22 +91,23 @@ def read_meta(file: Path, name: str) -> CharTokenizer:
     return tokenizer
 
 
-def open_bins(config: BinOptions, known: Tokenizer | None) -> tuple[str, Tokenizer, list[np.ndarray]]:
+def open_bins(config: BinOptions, known: Tokenizer | None) -> tuple[str, Tokenizer, Shards]:
     """SHA-256 of both files, the tokenizer, and the tokens of each, memory-mapped. The tokens are those of meta.pkl;
     without it the `known` ones, or GPT-2's. Raises: ConfigError."""
     folder, digest = expand(config.path), hashlib.sha256()
-    arrays: list[np.ndarray] = []
+    files = (folder / "train.bin", folder / "val.bin")
     if os.path.lexists(folder / "meta.pkl"):
         tokenizer: Tokenizer = read_meta(folder / "meta.pkl", str(folder / "meta.pkl"))
     else:
         tokenizer = known or GPT2Tokenizer(fetch_gpt2("data=bin without meta.pkl: tokenizer"), has_separator=True)
-    for file in (folder / "train.bin", folder / "val.bin"):
+    for file in files:
         require(file.is_file(), f"data.path={config.path} has no {file.name}: nanoGPT's prepare.py writes it")
         size = file.stat().st_size
         require(size >= 4 and size % 2 == 0, f"{file} has {size} bytes, and must hold two or more tokens of two bytes")
-        arrays.append(np.memmap(file, dtype=np.uint16, mode="r"))
-        sha256, highest = measured(file, arrays[-1], again=config.verify)
+    tokens = Shards([np.memmap(file, dtype=np.uint16, mode="r") for file in files])
+    for file, array in zip(files, tokens.arrays, strict=True):
+        sha256, highest = measured(file, array, again=config.verify)
         digest.update(sha256.encode())
         told = f"{file} holds token {highest}, and its tokenizer, {tokenizer.name}, has {tokenizer.vocab_size}"
         require(highest < tokenizer.vocab_size, told)
-    return digest.hexdigest(), tokenizer, arrays
+    return digest.hexdigest(), tokenizer, tokens

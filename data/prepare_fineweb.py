@@ -207,7 +207,7 @@ def clean_up(out: Path) -> None:
 KINDS = {  # of a folder's files -> how their names end
     "texts": (".txt", ".txt.gz", ".md"),
     "parquet": (".parquet",),
-    "JSON": (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
+    "JSON": (".json", ".jsonl", ".json.gz", ".jsonl.gz"),
 }
 CARD = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt")  # what a copy from the Hub has beside its rows
 ARE_READ = "read are .txt, .txt.gz and .md files, each a document, or .parquet, or .json and .jsonl files with rows"
@@ -333,15 +333,16 @@ def json_rows(files: list[str], column: str) -> Iterator[dict[str, Any]]:
     or numbers where all of them can be. Raises: ConfigError."""
     import fsspec
 
+    parse = partial(json.loads, object_pairs_hook=without_doubles)
     for file in files:
         try:
             with fsspec.open(file, "rt", encoding="utf-8-sig", compression="infer") as opened:
                 lines = iter(partial(opened.readline, WHOLE_BYTES), "")  # a part of a longer one is no JSON
                 head = next((line for line in lines if line.strip()), "[]")
                 if head.lstrip().startswith("["):
-                    rows: Iterable[Any] = json.loads(head + opened.read(LINES_BYTES))
+                    rows: Iterable[Any] = parse(head + opened.read(LINES_BYTES))
                 else:
-                    rows = map(json.loads, filter(str.strip, itertools.chain([head], lines)))
+                    rows = map(parse, filter(str.strip, itertools.chain([head], lines)))
                 for n, row in enumerate(rows):
                     require(isinstance(row, dict), f"{file} holds row {n}, which is no object")
                     require(n > 0 or column in row, f"column={column} must be one of {', '.join(row)}, as in {file}")
@@ -350,6 +351,14 @@ def json_rows(files: list[str], column: str) -> Iterator[dict[str, Any]]:
             raise
         except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
             raise ConfigError(f"{file} cannot be read: {one_line(error)}") from error
+
+
+def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises: ValueError where a key has two values, of which Python would take the last one."""
+    names = [name for name, _ in pairs]
+    if len({*names}) < len(names):
+        raise ValueError(f"an object has several values of {show(max(names, key=names.count))}")
+    return dict(pairs)
 
 
 Source = Documents | TextFiles

@@ -43,12 +43,14 @@ CHANGED = "it was changed since data/prepare_fineweb.py wrote it"
 
 
 class Shards:
-    """Memory-mapped arrays as one sequence: `shards[a:b]` has the tokens a to b - 1 of all arrays joined."""
+    """Memory-mapped arrays as one sequence: `shards[a:b]` has the tokens a to b - 1 of all arrays joined. versions:
+    file_versions() as they are now, so before measured() reads them: what is written in between shows later, too."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self.files = [array.filename for array in arrays if isinstance(array, np.memmap)]
         self.arrays = [np.asarray(array) for array in arrays]  # slices of a plain view are cheaper than np.memmap's
         self.ends = np.cumsum([len(array) for array in arrays])
+        self.versions = file_versions(self)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -89,14 +91,16 @@ def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
     folder = find_shards(config)
     raw = read_bytes(folder / INDEX, str(folder / INDEX), WHOLE_BYTES)
     index = parse_index(folder, raw)
-    arrays = []
-    for shard in (shard for split in SPLITS for shard in index[split]["shards"]):
-        file, dtype = folder / shard["file"], np.dtype(index["dtype"])
+    listed, dtype = [shard for split in SPLITS for shard in index[split]["shards"]], np.dtype(index["dtype"])
+    for shard in listed:
+        file = folder / shard["file"]
         size, expected = file.stat().st_size if file.is_file() else None, shard["tokens"] * dtype.itemsize
         found = "absent" if size is None else f"{size} bytes long"
         require(size == expected, f"{file} is {found}, its index says {expected} bytes: {CHANGED}")
-        arrays.append(np.memmap(file, dtype=dtype, mode="r"))
-        sha256, highest = measured(file, arrays[-1], again=config.verify)
+    tokens = Shards([np.memmap(folder / shard["file"], dtype=dtype, mode="r") for shard in listed])
+    for shard, array in zip(listed, tokens.arrays, strict=True):
+        file = folder / shard["file"]
+        sha256, highest = measured(file, array, again=config.verify)
         require(sha256 == shard["sha256"], f"{file} has another SHA-256: {CHANGED}")
         vocab_size = index["vocab_size"]
         require(highest < vocab_size, f"{file} holds token {highest}, its tokenizer has {vocab_size}")
@@ -105,7 +109,7 @@ def open_shards(config: FineWebOptions) -> tuple[str, Tokenizer, Shards, int]:
     tokenizer = read_tokenizer(folder / TOKENIZER)
     named = tokenizer_sha256(tokenizer) == index["tokenizer_sha256"]
     require(named, f"{folder / TOKENIZER} is not the one that {INDEX} names")
-    return hashlib.sha256(raw).hexdigest(), tokenizer, Shards(arrays), index["train"]["tokens"]
+    return hashlib.sha256(raw).hexdigest(), tokenizer, tokens, index["train"]["tokens"]
 
 
 def measured(file: Path, tokens: np.ndarray, again: bool) -> tuple[str, int]:

@@ -64,13 +64,13 @@ def load_corpus(config: CorpusOptions, block_size: int, known: dict[str, Any] | 
     ]
     if len(tokens) == 2:
         require(len(tokens[1]) >= 2, "data.val_path holds fewer than two tokens: none could be predicted")
-        return in_two(sha256, tokenizer, tokens)
+        return in_two(sha256, tokenizer, Shards(tokens))
     return Corpus(sha256, tokenizer, tokens[0], split_of(config, len(tokens[0]), block_size))
 
 
-def in_two(sha256: str, tokenizer: Tokenizer, parts: list[np.ndarray]) -> Corpus:
+def in_two(sha256: str, tokenizer: Tokenizer, tokens: Shards) -> Corpus:
     """A corpus of two parts: train on the first, hold out the second."""
-    tokens, n_train = Shards(parts), len(parts[0])
+    n_train = len(tokens.arrays[0])
     return Corpus(sha256, tokenizer, tokens, Split(train=((0, n_train),), val=((n_train, len(tokens)),)))
 
 

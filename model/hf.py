@@ -238,11 +238,14 @@ def by_head(config: Any) -> Tensor:
 
 
 def gpt2_names(weights: State, tied: bool) -> State:
-    """The weights of GPT-2 as nanoGPT and the Hub have them, under one set of names, without copies and masks."""
-    found = {}
+    """The weights of GPT-2 as nanoGPT and the Hub have them, under one set of names, without copies and masks. Raises:
+    ConfigError where two of them have one name, with other numbers."""
+    found: State = {}
     for name, w in weights.items():
         name = re.sub(r"^(module\.|_orig_mod\.)+", "", name)
         name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
         if not name.endswith((".attn.bias", ".attn.masked_bias")) and not (tied and name.endswith("lm_head.weight")):
+            one = name not in found or torch.equal(found[name], w)
+            require(one, f"its weights have {name} several times, by names that differ in a prefix, with other numbers")
             found[name] = w
     return found

@@ -510,6 +510,8 @@ def test_texts_that_could_be_dates_or_numbers_stay_texts(tmp_path: Path) -> None
         ("b.jsonl", b'{"body": "a"}', "^column=text must be one of body, as in .*b.jsonl"),
         ("b.jsonl", b'{"text": "\xff"}', "b.jsonl cannot be read: .*0xff"),
         ("b.jsonl", b'{"text": ', "b.jsonl cannot be read: "),
+        ("b.jsonl", b'{"text": "a", "id": 1, "text": "b"}', "b.jsonl cannot be read: .* several values of text"),
+        ("b.jsonl.zst", b"(\xb5/\xfd", "holds b.jsonl.zst; read are"),
         ("b.jsonl", b'{"text": "cut in \\ud83d two"}', r"a document holds '\\ud83d', .* in 'cut in \\ud83d two'"),
         ("b.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0)[:-9], "b.jsonl.gz cannot be read: "),
         ("b.jsonl.gz", gzip.compress(b'{"text": "' + b" " * 2**26 + b'"}', mtime=0), "b.jsonl.gz cannot be read: "),

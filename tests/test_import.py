@@ -7,6 +7,7 @@ import pickle
 import shutil
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from variants import build
 import train
 from core.process import guarded
 from core.schema import ConfigError
+from data import shards
 from data.tokenizer import PRINTABLE
 from model.gpt import GPT
 from model.options import ModelOptions
@@ -192,11 +194,12 @@ def test_anything_else_gets_one_line_that_says_what_can_be_read(
         ("i.pt", torch.zeros(2, 2).to_sparse()),
     ):  # fmt: skip
         torch.save({**saved, "model": {"x": weight}}, name)
+    torch.save({**saved, "iter_num": 5, "model": {"x": torch.ones(2), "_orig_mod.x": torch.zeros(2)}}, "k.pt")
     with zipfile.ZipFile("e.pt") as whole, zipfile.ZipFile("j.pt", "w", zipfile.ZIP_DEFLATED) as small:
         for part in whole.namelist():
             small.writestr(part, whole.read(part))
     for name, says in (
-        ("e.pt", "iter_num=-5"), ("j.pt", "j.pt is compressed"),
+        ("e.pt", "iter_num=-5"), ("j.pt", "j.pt is compressed"), ("k.pt", "have transformer.x several times"),
         *((f"{letter}.pt", "its weights are no plain tensors") for letter in "fghi"),
         ("a.pt", "is not what nanoGPT writes: KeyError: 'model_args'"), ("b.pt", "KeyError: 'transformer.wte.weight'"),
         ("c.pt", "is not what nanoGPT writes"), ("d.bin", "cannot be read; what can be read: a run"),
@@ -321,25 +324,31 @@ def test_bins_are_read_as_nanogpt_wrote_them(nanogpt: Path, tmp_path: Path, fork
     assert "has no val.bin" in forked("train.py", *words, "out_dir=high", status=2).stderr
 
 
-@pytest.mark.parametrize("token", [0, 999])
-def test_bins_that_are_written_to_while_a_run_trains_on_them_end_it(
-    token: int, nanogpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By nanoGPT's prepare.py, say. 999 is no token of the model: its embedding raises an IndexError."""
+@pytest.mark.parametrize(
+    ("amid", "token"), [(train.update_ratios, 0), (train.update_ratios, 999), (shards.file_sha256, 5)]
+)
+def test_bins_that_are_written_to_while_a_run_reads_them_end_it(
+    amid: Callable[..., Any], token: int, nanogpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """By nanoGPT's prepare.py, say: after an update, or when their SHA-256 has been computed. 999 is no token of the
+    model: its embedding raises an IndexError."""
     for name, size in (("train.bin", 900), ("val.bin", 100)):
         np.zeros(size, np.uint16).tofile(nanogpt / name)
 
-    def write_tokens(*_: Any) -> dict[str, float]:
+    def write_tokens(*arguments: Any) -> Any:
+        found = amid(*arguments)
         with (nanogpt / "train.bin").open("r+b") as file:
             np.full(900, token, np.uint16).tofile(file)
-        return {}
+        return found
 
-    monkeypatch.setattr(train, "update_ratios", write_tokens)
+    module, saved = (train, ["step_000000"]) if amid is train.update_ratios else (shards, [])
+    monkeypatch.setattr(module, amid.__name__, write_tokens)
     words = ["data=bin", f"data.path={nanogpt}", *TINY, "max_iters=40", "eval_interval=40", "checkpoint_interval=40"]
     config = load_config(compose([*words, f"out_dir={tmp_path / 'run'}"]))
     assert guarded(lambda: train.run(config)) == 1
     assert "train.bin was changed while the run trained on it; its last" in capsys.readouterr().err.splitlines()[-1]
-    assert [file.name for file in (tmp_path / "run" / "ckpt").glob("step_*")] == ["step_000000"]
+    assert [file.name for file in (tmp_path / "run" / "ckpt").glob("step_*")] == saved
 
 
 def test_a_text_may_have_a_validation_file_of_its_own(tmp_path: Path) -> None:
