@@ -247,14 +247,16 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
         require({BASELINE, PLAIN} <= words.keys(), f"sweep={asked.sweep} needs the contestants {BASELINE} and {PLAIN}")
         require(not (folder / "grid").exists(), f"{folder} has a board already: another sweep= opens another one")
     first = {of: [*sweep.grid["optim.learning_rate"].values()] for of in words if of not in known}
-    every = definition(sweep, words, first, dict.fromkeys(words, 1e-3))  # the best rates are not known yet
-    plugins = check_rules(entry, folder, plan_runs(every, [])[0].config) if asked.enter else ()
     place = expand(asked.sweep_dir or f"runs/entries/{sweep_name(asked.sweep)}/{name}").resolve()
+    begun = (place / "plan.jsonl").exists()  # maybe with final runs, at the best rates, which are not known here
+    every = definition(sweep, words, first, {} if begun else dict.fromkeys(words, 1e-3))
+    plugins = check_rules(entry, folder, plan_runs(every, [])[0].config) if asked.enter else ()
     launched(every, place, dry_run=True)
     busy = ", whose cores are busy: on quiet ones it takes less" if busy_cpus() > QUIET else ""
     dtype = ", in float32" if "dtype=float32" in sweep.overrides else ""
     say(f"The estimate comes from a short timing on this machine{dtype}{busy}.")
-    say("Not included: 2 runs for each extra rate, and some minutes to time updates.")
+    final = "the final runs, " if begun else ""
+    say(f"Not included: {final}2 runs for each extra rate, and some minutes to time updates.")
     if asked.enter:
         folder /= f"entries/{name}"
         files = {f"{plugin}.py": read_regular(Path(LOADED[plugin].path)) for plugin in plugins}
