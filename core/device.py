@@ -79,6 +79,13 @@ def idle_cpus() -> float | None:
     return len(os.sched_getaffinity(0)) - max(0.0, min((used - own) / max(seconds, 1e-9), os.getloadavg()[0]))
 
 
+def busy_note() -> str:
+    """For an estimate by a short timing: that other programs use the CPUs; "" where they leave all but half of one."""
+    idle = idle_cpus()
+    busy = idle is not None and idle < len(os.sched_getaffinity(0)) - 0.5
+    return "; other programs use the CPUs: on idle ones it takes less" if busy else ""
+
+
 def has_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> bool:
     """Whether a cgroup limits this process's CPU time (docker --cpus=4). How busy its CPUs are then says little."""
     with contextlib.suppress(OSError):

@@ -51,8 +51,9 @@ def architecture_of(config: GPTConfig) -> str:
     if "qk_norm" in better and "attention.qk_norm_layout" in settings:
         better["attention.qk_norm_layout"] = "blockwise"  # unified needs a QK norm
     nearest = " ".join(f"{key}={show(value)}" for key, value in {"model": config.model.name, **better}.items())
+    keeps = ", or with a QK norm model=gqa_nano qk_norm=rms" if better.get("qk_norm") == "none" else ""
     told = f"no Hugging Face architecture fits this run; the closest, {closest}, does not have {reasons}"
-    require(not wrong, f"{told}; the nearest settings that can be exported: {nearest}")
+    require(not wrong, f"{told}; the nearest settings that can be exported: {nearest}{keeps}")
     return closest
 
 

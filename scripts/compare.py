@@ -136,7 +136,10 @@ def summary(a: Side, b: Side, spans: Spans) -> Table:
     per_byte = [nats.sum() / math.log(2) / n_bytes for nats in spans.nats]
     rows = []
     for side, n, x, y in zip((a, b), spans.n_tokens, per_token, per_byte, strict=True):
-        about = [side.name, side.run, side.loaded.config.label, str(side.loaded.state["step"])]
+        config, state = side.loaded.config, side.loaded.state
+        no_text = state.get("corpus_sha256") == UNKNOWN  # imported weights; data=random stands for their text
+        setting = config.label.removesuffix(f"-{config.data.name}") if no_text else config.label
+        about = [side.name, side.run, setting, str(state["step"])]
         rows.append([*about, f"{n:,}", number(x), number(y)])
     same = a.loaded.tokenizer.to_dict() == b.loaded.tokenizer.to_dict()
     gap = number(per_token[1] - per_token[0], "+.4f") if same else "–"

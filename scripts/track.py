@@ -252,9 +252,8 @@ def add(asked: TrackOptions, sweep: Definition) -> None:
     every = definition(sweep, words, first, {} if begun else dict.fromkeys(words, 1e-3))
     plugins = check_rules(entry, folder, plan_runs(every, [])[0].config) if asked.enter else ()
     launched(every, place, dry_run=True)
-    busy = ", whose cores are busy: on quiet ones it takes less" if busy_cpus() > QUIET else ""
     dtype = ", in float32" if "dtype=float32" in sweep.overrides else ""
-    say(f"The estimate comes from a short timing on this machine{dtype}{busy}.")
+    say(f"The estimate comes from a short timing on this machine{dtype}.")
     final = "the final runs, " if begun else ""
     say(f"Not included: {final}2 runs for each extra rate, and some minutes to time updates.")
     if asked.enter:

@@ -192,7 +192,8 @@ def check_runs(runs: list[PlannedRun]) -> None:
 
 def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> None:
     """Print every run with its state and the time that is left, and what all of them take together."""
-    from training import estimate  # which loads torch
+    from core.device import busy_note  # which loads torch, as the next
+    from training import estimate
 
     states = {run.id: state_of(sweep_dir, run) for run in runs}
     launcher = LAUNCHERS[asked.launcher.name][1](asked.launcher, sweep_dir, "")
@@ -213,7 +214,7 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
     about = tqdm.format_interval(seconds / at_once / asked.launcher.ranks)
     where = workers(asked, launcher) + (" with CPUs as here" if asked.launcher.name == "slurm" else "")
     said = f"{len(runs)} runs ({tally(states.values())}) in {sweep_dir}"
-    say(f"{said}: about {about} on {where}, {size / 2**30:.1f} GiB of disk")
+    say(f"{said}: about {about} on {where}, {size / 2**30:.1f} GiB of disk{busy_note()}")
 
 
 def workers(asked: LaunchOptions, launcher: Launcher) -> str:

@@ -197,7 +197,9 @@ def test_a_variant_of_no_architecture_is_refused(name: str, tmp_path: Path, caps
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and all(word in error for word in words), error
     settings = {group: asdict(getattr(config, group)) for group in ("model", "attention", "qk_norm")}
-    for word in error.split("can be exported: ")[1].split():
+    nearest, _, with_norm = error.split("can be exported: ")[1].partition(", or with a QK norm ")
+    assert with_norm.strip() == ("model=gqa_nano qk_norm=rms" if " qk_norm=none" in nearest else "")
+    for word in nearest.split():
         key, value = word.split("=")
         group, _, leaf = key.partition(".")
         if leaf:

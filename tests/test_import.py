@@ -90,6 +90,8 @@ def test_a_nanogpt_checkpoint_becomes_a_run_with_its_logits(nanogpt: Path, tmp_p
     assert "done; imported weights" in page and "n_head" in page and "learning_rate" not in page  # which nobody knows
     shutil.copytree(tmp_path / "run", tmp_path / "twin", symlinks=True)
     assert "its weights were imported" in forked("scripts/compare.py", "a=run", "b=twin", status=2).stderr
+    (tmp_path / "text.txt").write_text(CHARS)
+    assert "| imported-mha-none | 7 |" in forked("scripts/compare.py", "a=run", "b=twin", "text=text.txt").stdout
     for words, says in (
         (["from=nano/ckpt.pt", "meta=nano/meta.pkl", "out=run"], "out=run exists, and is not empty"),
         (["out=new"], "from= must be given"),

@@ -159,6 +159,9 @@ def test_idle_cpus_are_those_that_no_other_program_used_and_uses(monkeypatch: py
         monkeypatch.setattr(device, "cpu_seconds", lambda own=own, used=used: (12.0, own, used))
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert device.idle_cpus.__wrapped__() == (None if idle is None else pytest.approx(idle))
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "idle_cpus", lambda idle=idle: idle)
+            assert ("other programs" in device.busy_note()) == (idle == 3.0), idle
     monkeypatch.setattr(device, "has_quota", lambda: True)
     assert device.idle_cpus.__wrapped__() is None
 

@@ -283,6 +283,11 @@ def test_a_run_that_decays_to_its_end_is_told_how_to_train_on(path: Path) -> Non
     with pytest.raises(ConfigError, match="; use another out_dir or fresh=true"):  # it would not be enough
         opened(path, max_iters=200, schedule=schedule, seed=2)
     assert not opened(path, max_iters=200, schedule=CosineOptions(warmup_iters=10, lr_decay_iters=100)).finished
+    text, of_a_text = path.with_name("text"), TextFileOptions(path="a.txt")
+    leave(text, "done", 100, max_iters=100, schedule=schedule, data=of_a_text)
+    told = "settings: data.path a.txt -> b.txt, .*schedule.lr_decay_iters .* 100 -> 200; use another out_dir"
+    with pytest.raises(ConfigError, match=told):  # another text, as it seems: longer training would not be enough
+        opened(text, max_iters=200, schedule=schedule, data=TextFileOptions(path="b.txt"))
     long = path.with_name("long")
     leave(long, "done", 1_234_567, max_iters=1_234_567, schedule=schedule)
     with pytest.raises(ConfigError, match="schedule.lr_decay_iters=1234567 to"):

@@ -105,8 +105,9 @@ def test_a_finished_run_reads_its_text_and_builds_no_model(
     monkeypatch.setattr(session, "GPT", never)
     assert train.run(config) == 0 and "is done; fresh=true starts it anew" in capsys.readouterr().out
     corpus.write_text(corpus.read_text() + "more")
-    with pytest.raises(ConfigError, match=r"is not the text that .*run was begun on: .*; use another out_dir"):
-        train.run(config)
+    for dry_run in (False, True):
+        with pytest.raises(ConfigError, match=r"is not the text that .*run was begun on: .*; use another out_dir"):
+            train.run(replace(config, dry_run=dry_run))
 
 
 def test_a_refusal_by_settings_reads_no_text(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,14 @@ import torch
 from tqdm import tqdm
 
 from core import checkpoint
-from core.device import device_name, peak_flops
+from core.device import busy_note, device_name, peak_flops
 from model.cross_entropy import loss_bytes
 from model.diagnostics import activation_bytes
 from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
 from training.init_from import load_initial_weights
 from training.optim import Optimizer, check_optimizer, optimizer_bytes
+from training.resume import refuse_other_run
 from training.schedule import n_evaluations
 from training.session import Data, Machine, Session, checked_meta_model, read_data, set_up_machine
 from training.updates import accumulate_gradients, rows_at_once, step_optimizer
@@ -29,8 +30,10 @@ class Cost(NamedTuple):
 
 
 def dry_run(config: TrainConfig) -> int:
-    """Print the settings and what the run would be. Returns the exit status."""
+    """Print the settings and what the run would be. Returns the exit status. Raises: ConfigError where it would not
+    start, or its directory holds another run."""
     machine, data = require_startable(config)
+    refuse_other_run(config, data.corpus.sha256)
     if machine.world.rank == 0:
         print(to_yaml(config), end="")
         for key, value in report(config, machine, data).items():
@@ -112,4 +115,4 @@ def training_rate(meta_model: GPT, config: TrainConfig, machine: Machine, data: 
         times.append((between - start, time.perf_counter() - between))
     backward_seconds, step_seconds = (min(seconds) for seconds in zip(*times, strict=True))
     tokens = config.tokens_per_iter / machine.world.size  # of an update, on this rank
-    return tokens / (tokens / (rows * T) * backward_seconds + step_seconds), f"timed on {rows} sequences"
+    return tokens / (tokens / (rows * T) * backward_seconds + step_seconds), f"timed on {rows} sequences{busy_note()}"

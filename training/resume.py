@@ -14,7 +14,7 @@ from core.process import EXIT_DIVERGED, say
 from core.rundir import ReadOnlyRunDir, RunDir, RunRequest, read_status, read_summary
 from core.schema import ConfigError, differences, require, with_earlier_defaults
 from training.config import DecayOptions, TrainConfig, load_config, to_yaml
-from training.session import Machine, Session, read_corpus
+from training.session import Machine, Session, read_corpus, saved_state
 from training.state import RunState
 from training.tracking import draw_curve
 
@@ -31,15 +31,21 @@ def refusal(config: TrainConfig, old: Any) -> str:
     """What differs from `old`, an older config.yaml's content, and what to do; "" if nothing that decides does."""
     before, advice = load_config(old), "use another out_dir or fresh=true"
     changes = differences(labelled_trajectory(before), labelled_trajectory(config))
+    moved = differences(text_files(before), text_files(config))  # which may be another text
     earlier, words = with_earlier_defaults(config, before)
     if words and labelled_trajectory(earlier) == labelled_trajectory(before):
         advice = f"add {' '.join(words)}, the default when it was begun, else {advice}"
-    if isinstance(before.schedule, DecayOptions) and isinstance(config.schedule, DecayOptions):
+    if not moved and isinstance(before.schedule, DecayOptions) and isinstance(config.schedule, DecayOptions):
         end = before.schedule.decay_end(before.max_iters)
         longer = replace(config, schedule=replace(config.schedule, lr_decay_iters=end))
         if config.max_iters > before.max_iters and labelled_trajectory(longer) == labelled_trajectory(before):
             advice = f"add schedule.lr_decay_iters={end} to train on at the schedule's last rate, else {advice}"
-    return f"{', '.join(changes)}; {advice}" if changes else ""
+    return f"{', '.join([*moved, *changes])}; {advice}" if changes else ""
+
+
+def text_files(config: TrainConfig) -> dict[str, Any]:
+    """Where its text stands. It decides nothing: a file may move, and a run knows its text by its SHA-256."""
+    return {f"data.{key}": getattr(config.data, key, None) for key in ("path", "val_path")}
 
 
 def labelled_trajectory(config: TrainConfig) -> dict[str, Any]:
@@ -197,6 +203,14 @@ def find_damage(path: Path) -> str:
         if not (path / file).is_file() or file_sha256(path / file) != sha256:
             return f"{path / file} has changed since"
     return ""
+
+
+def refuse_other_run(config: TrainConfig, here: str) -> None:
+    """Raise ConfigError where a start would: for its directory, or a run in it of other settings or of another text
+    than that of SHA-256 `here`."""
+    rundir.look(run_request(config))
+    saved = {} if config.fresh else read_summary(config.run_dir) | saved_state(config)
+    require_same_text(config, config.run_dir, here, saved.get("corpus_sha256") or here)
 
 
 def require_same_text(config: TrainConfig, path: Path, here: str, sha256: str) -> None:
