@@ -50,7 +50,7 @@ def describe_options(group: str, setting: Setting) -> Iterator[str]:
 
 def choices(options: Mapping[str, str], default: str | None = None, group: str = "") -> Iterator[str]:
     for option, text in options.items():
-        word, mark = f"{group}={option}" if group else option, " (the default)" * (option == default)
+        word, mark = f"{group}={option}" if group else option, " (the default)" if option == default else ""
         yield f"  {word:36s} {text}{mark}".replace("\n", f"\n{'':39s}").rstrip()
 
 

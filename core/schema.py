@@ -283,8 +283,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
             allowed += TYPE_NAMES[kind]
     if typing.get_origin(hint) is Literal:
         raise ConfigError(f"{key}={show(value)} {must_be_one_of(show(value), allowed)}")
-    *some, last = allowed
-    raise ConfigError(f"{key}={show(value)} must be {', '.join(some)}{' or ' * bool(some)}{last}")
+    words = " or ".join(filter(None, [", ".join(allowed[:-1]), allowed[-1]]))
+    raise ConfigError(f"{key}={show(value)} must be {words}")
 
 
 def validate(settings: Any, prefix: str = "") -> None:

@@ -710,7 +710,7 @@ class GPT(nn.Module):
                 if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
                     nn.init.zeros_(module.bias)
         missed = [name for name, parameter in self.named_parameters() if parameter.isnan().any()]
-        some = ", ".join(missed[:3]) + f" and {len(missed) - 3} more" * (len(missed) > 3)
+        some = ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
         require(not missed, f"init_weights() sets no values of {some}: each part sets those of its own parameters")
         for name, tensor in self.state_dict(keep_vars=True).items():
             told = f"{name} has one number in several places, so that no checkpoint can be loaded: clone() it"

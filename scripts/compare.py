@@ -315,7 +315,7 @@ def compare_runs(asked: CompareOptions) -> int:
             raise ConfigError(f"text={asked.text} does not suit {name}={named[name]}: {error}") from error
     a, b = sides
     spans = compare(text, a, b, name=f"text={asked.text}" if asked.text else "what both runs hold out")
-    cut = ", the most that are read" * (len(text) == LONGEST)
+    cut = ", the most that are read" if len(text) == LONGEST else ""
     about = {"text": asked.text or "what both runs hold out", "compared": f"its first {len(text):,} characters{cut}"}
     title, state = f"{asked.a} and {asked.b}", "Two checkpoints on the same text"
     write_atomic(out, page(Content(title, state, about, sections_of(asked, text, a, b, spans), HINT)).encode())

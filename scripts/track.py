@@ -218,12 +218,10 @@ def check_rules(entry: Contestant, folder: Path, config: TrainConfig) -> Sequenc
 
 def differing(config: TrainConfig, found: Mapping[str, Any], groups: Collection[str]) -> list[str]:
     """The settings of these groups that differ. One that `found` lacks, as it is older, had its value of that time."""
-    needed = {*deciding(config), *LENGTH}
-    return [
-        f"{key}={show(found.get(key))}"
-        for key, value in flatten(asdict(config)).items()
-        if key.partition(".")[0] in groups and (key in found or key in needed) and show(found.get(key)) != show(value)
-    ]
+    known = {*deciding(config), *LENGTH, *found}
+    asked = {key: value for key, value in flatten(asdict(config)).items() if key.partition(".")[0] in groups}
+    unlike = {key for key, value in asked.items() if key in known and show(found.get(key)) != show(value)}
+    return [f"{key}={show(found.get(key))}" for key in asked if key in unlike]
 
 
 # -----------------------------------------------------------------------------

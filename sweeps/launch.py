@@ -218,8 +218,8 @@ def list_runs(asked: LaunchOptions, sweep_dir: Path, runs: list[PlannedRun]) -> 
 
 
 def workers(asked: LaunchOptions, launcher: Launcher) -> str:
-    ranks = asked.launcher.ranks
-    return f"{launcher.workers} worker{'s' * (launcher.workers > 1)}" + (f" of {ranks} ranks" if ranks > 1 else "")
+    ranks = f" of {asked.launcher.ranks} ranks" if asked.launcher.ranks > 1 else ""
+    return f"{launcher.workers} worker{'s' if launcher.workers > 1 else ''}{ranks}"
 
 
 # -----------------------------------------------------------------------------

@@ -92,3 +92,18 @@ def test_no_test_file_imports_another() -> None:
     files = {file.stem: file.read_text() for file in (ROOT / "tests").rglob("*.py")}
     found = {name: {*re.findall(r"^ *(?:from|import) (test_\w+)", text, re.M)} for name, text in files.items()}
     assert {name: others for name, others in found.items() if others - {name}} == {} and len(files) > 80
+
+
+def is_trick(node: ast.AST) -> bool:
+    """A text times a boolean, or a walrus inside a conditional expression."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        text = isinstance(node.left, ast.JoinedStr) or isinstance(getattr(node.left, "value", None), str)
+        return text and isinstance(node.right, ast.Compare | ast.BoolOp)
+    return isinstance(node, ast.IfExp) and any(isinstance(part, ast.NamedExpr) for part in ast.walk(node))
+
+
+def test_no_line_is_saved_by_a_trick() -> None:
+    parts = [(file.name, node) for file in FILES for node in ast.walk(ast.parse(file.read_text()))]
+    assert [(name, ast.unparse(node)) for name, node in parts if is_trick(node)] == []
+    for text in ("'s' * (n > 1)", "a if (b := c) else b"):
+        assert is_trick(ast.parse(text, mode="eval").body)

@@ -36,7 +36,7 @@ def numbers(run: Path) -> list[dict[str, float]]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a run's or a sweep's folder but its logs."""
-    files = [p for p in folder.rglob("*") if p.is_file() and p.suffix != ".log" and "launches" not in p.parts]
+    files = [p for p in folder.rglob("*") if p.is_file() and not {".log", "launches"} & {p.suffix, *p.parts}]
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 

@@ -268,7 +268,7 @@ def test_an_error_after_a_stop_signal_is_a_stop(
         Batches._read = fail  # type: ignore[assignment, method-assign]
         yield from prefetch(self, steps)
 
-    signals, prefetch = [signal.SIGTERM] * comes, Batches.prefetch
+    signals, prefetch = [signal.SIGTERM] if comes else [], Batches.prefetch
 
     def trains() -> int:  # in a process of its own, where nothing has to be undone
         setattr(owner, name, fail_in_a_worker if owner is Batches else fail)

@@ -96,7 +96,7 @@ ALL_ENTRIES = [*PAIRS, *((a, n) for a in LAYOUTS for n in CONTESTANTS if not ref
 SOME = {  # of CONTESTANTS
     "mha": ("rms_whole", "ngpt", "softpick", "all"), "mqa": ("rms_whole",), "mla_q_rank": ("quack", "all"),
 }  # fmt: skip
-ENTRIES = [(a, n) for a, n in ALL_ENTRIES if FULL or n in NORMS or n in SOME.get(a, CONTESTANTS)]
+ENTRIES = [(a, n) for a, n in ALL_ENTRIES if FULL or n in (*NORMS, *SOME.get(a, CONTESTANTS))]
 
 
 def config_of(attention: str | AttentionOptions, qk_norm: str | QKNormOptions, **settings: Any) -> TrainConfig:

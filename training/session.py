@@ -63,7 +63,7 @@ class Machine:
     def dtype_in_words(self) -> str:
         """For the log, with a warning where it is emulated."""
         emulated = self.dtype == torch.bfloat16 and self.device.type == "cpu" and not has_bfloat16(self.device)
-        return f"{self.dtype}" + " that this CPU only emulates: dtype=float32 is far faster" * emulated
+        return f"{self.dtype}" + (" that this CPU only emulates: dtype=float32 is far faster" if emulated else "")
 
 
 @dataclass(frozen=True)

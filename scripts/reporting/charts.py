@@ -408,8 +408,9 @@ def remarks(series: Sequence[Series], key: str) -> str:
     """What a caption adds: that a part lies above the axis, and what a cross is."""
     top = value_axis(series, key)["scale"]["domain"][1]
     above = is_loss(key) and any(point.mean > top for s in series for point in s.mean.values())
-    crosses = " A thin line that ends in a cross is a run that diverged." * any(s.diverged for s in series)
-    return " The start of the run lies above the axis." * above + crosses
+    start = " The start of the run lies above the axis." if above else ""
+    diverged = any(s.diverged for s in series)
+    return start + (" A thin line that ends in a cross is a run that diverged." if diverged else "")
 
 
 # -----------------------------------------------------------------------------

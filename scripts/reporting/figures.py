@@ -82,14 +82,14 @@ def worth_drawing(series: Iterable[Series], few: int = FEW) -> bool:
 def metric_figure(sweep: Sweep, key: str, panels: Mapping[str, Sequence[Series]], name: str, title: str) -> Figure:
     """Curves of a metric; where `key` is a pattern, a panel for each key that matches it."""
     every = [s for series in panels.values() for s in series]
-    words = in_words(key) + " per update" * (sweep.logged[key] == "sum")
+    words = in_words(key) + (" per update" if sweep.logged[key] == "sum" else "")
     panels = {in_words(panel): series for panel, series in panels.items()}
     chart = charts.panel_chart(panels, words) if len(panels) > 1 else charts.curve_chart(every, words)
     how = sweep.logged[key].replace("sum", "mean")
     span = f"; at most {POINTS} points, each the {how} of what was logged in its span"
     first = words[0].upper() if words[0].isascii() else words[0]  # α stays small
     banded = len(panels) == 1 and not charts.is_log(charts.value_axis(every, words))
-    band = "; band: 95 % t interval of the mean of three values or more" * banded
+    band = "; band: 95 % t interval of the mean of three values or more" if banded else ""
     n = counted(len(s.curves) for s in every)
     caption = f"{first}{words[1:]} by iteration, averaged over folds and seeds ({n}){span}{band}."
     return Figure(name, title, chart, caption + charts.remarks(every, words))

@@ -94,8 +94,9 @@ def outline(sweep: Sweep, families: Sequence[Family]) -> list[Section]:
             explained = any(isinstance(item, Figure) for item in conclusions)
             conclusions.append(replace(figure, caption="") if explained else figure)
     several_folds = any(c.shared > 0 for family in families for c in family.comparisons[0])
-    corrected = "Interval and p are corrected for the text that folds share. " * several_folds
-    said = CONCLUSIONS.format(corrected=corrected) + CLAIMS * any(family.asked.claim for family in families)
+    corrected = "Interval and p are corrected for the text that folds share. " if several_folds else ""
+    claims = CLAIMS if any(family.asked.claim for family in families) else ""
+    said = CONCLUSIONS.format(corrected=corrected) + claims
     done = [run for run in sweep.runs if run.done and run.losses]
     falling = all(run.losses[max(run.losses)] == min(run.losses.values()) for run in done)
     warned = [STILL_FALLING.format(n=len(done))] if falling and len(done) > 1 else []
@@ -135,9 +136,11 @@ def caveats(sweep: Sweep, families: Sequence[Family]) -> list[str]:
     found = [temperature_note(sweep.definition, sweep.configs)]
     found += [said for said in unknown_points(sweep.definition, sweep.settings) if said.startswith(lost)]
     for name, n in sweep.plugin_versions.items():
-        found += [f"the plugin {name} changed between runs: {n} versions of it are compared"] * (n > 1)
+        if n > 1:
+            found.append(f"the plugin {name} changed between runs: {n} versions of it are compared")
     for task, ways in sweep.evaluations.items():
-        found += [f"the runs were evaluated by {task} in different ways: {'; '.join(sorted(ways))}"] * (len(ways) > 1)
+        if len(ways) > 1:
+            found.append(f"the runs were evaluated by {task} in different ways: {'; '.join(sorted(ways))}")
     for said, settings in sweep.mixed.items():
         found.append(f"the runs of {', '.join(settings)} differ in {said}: their mean mixes several settings")
     return [said for said in found if said]
@@ -200,7 +203,7 @@ def body(sections: Sequence[Section]) -> str:
                 return f"<details><summary>{html.escape(name)}</summary>{table}</details>"
             return f"<h3>{html.escape(item.title)}</h3>\n{table}" if item.title else table
         if isinstance(item, Figure):
-            caption = f"<figcaption>{html.escape(item.caption)}</figcaption>" * bool(item.caption)
+            caption = f"<figcaption>{html.escape(item.caption)}</figcaption>" if item.caption else ""
             return f'<figure><div class="chart" id="{item.name}"></div>{caption}</figure>'
         marked = html.escape(item, quote=False)
         for mark, tag in ((r"\*\*", "strong"), (r"\*", "em"), ("`", "code")):

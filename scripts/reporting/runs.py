@@ -258,7 +258,8 @@ def read_run(sweep_dir: Path, plan: PlannedRun, sweep: Sweep) -> Run:
         return row(state, *kept(summary, curves, sweep))
     if state.state != "done":
         saved = f"iteration {state.iter} of {max_iters} is saved" if state.iter else ""
-        reason = "; ".join(filter(None, [state.reason, saved])) or "not started" * (state.state == "pending")
+        not_started = "not started" if state.state == "pending" else ""
+        reason = "; ".join(filter(None, [state.reason, saved])) or not_started
         return row(State(state.state, state.iter, reason))
     try:
         summary, curves = read_done(path, keys)
@@ -283,8 +284,8 @@ def kept(summary: dict[str, Any], curves: Mapping[str, Curve], sweep: Sweep) -> 
         numbers["worst_loss"] = max((v for i, v in later if i > min(losses)), default=losses[min(losses)])
     drawn = {"val/loss": curves["val/loss"]} if "val/loss" in curves else {}
     for pattern, how in sweep.logged.items():
-        found = sorted(key for key in curves if curves[key] and fnmatchcase(key, pattern) and key != "val/loss")
-        drawn |= {key: thinned(curves[key], how) for key in found}
+        found = sorted(key for key in curves.keys() - {"val/loss"} if fnmatchcase(key, pattern))
+        drawn |= {key: thinned(curves[key], how) for key in found if curves[key]}
     return summary | numbers, drawn
 
 

@@ -43,21 +43,21 @@ def columns_of(sweep: Sweep) -> list[str]:
 def runs_csv(sweep: Sweep) -> str:
     """A line a run: its settings where they differ between runs, and its numbers."""
     common = common_config(sweep)
-    evaluated = any(sweep.evaluations.values())
-    measured = [*dict.fromkeys([*columns_of(sweep), *["ranks"] * sweep.has_ranks, *[EVALUATED] * evaluated])]
-    plugins = any(run.summary.get("plugins") for run in sweep.runs)
+    also = {"ranks": sweep.has_ranks, EVALUATED: any(sweep.evaluations.values())}
+    measured = [*dict.fromkeys([*columns_of(sweep), *(column for column, there in also.items() if there)])]
+    plugins = [PLUGINS] if any(run.summary.get("plugins") for run in sweep.runs) else []
     keys = dict.fromkeys(key for run in sweep.runs for key in run.config)
     of_row = {"seed"} if all(run.fold is None for run in sweep.runs) else {"seed", "data.fold"}
     varied = [key for key in keys if key not in {*common, *of_row}]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     settings = [f"config.{key}" if key in measured else key for key in varied]
-    writer.writerow([*ROW, *settings, *measured, *[PLUGINS] * plugins])
+    writer.writerow([*ROW, *settings, *measured, *plugins])
     for run in sweep.runs:
         row = [run.id, ";".join(run.settings), run.seed, run.fold, run.state.state, run.state.iter, run.state.reason]
         given = [show(run.config[key]) if key in run.config else None for key in varied]
         found = [run.summary.get(key) for key in measured]
-        found += [run.summary.get("plugins") or {}] * plugins
+        found += [run.summary.get("plugins") or {} for _ in plugins]
         writer.writerow([*row, *given, *(json.dumps(x) if isinstance(x, list | dict) else x for x in found)])
     return text.getvalue()
 

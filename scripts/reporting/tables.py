@@ -201,7 +201,7 @@ def pairs_of(c: Comparison) -> str:
     """How many there are; of several seeds a fold also the number that counts."""
     n = len(c.differences)
     folds = c.estimate.n if c.estimate else n
-    return f"{n} of {c.planned}" + f" ({folds} folds, seeds averaged)" * (folds < n)
+    return f"{n} of {c.planned}" + (f" ({folds} folds, seeds averaged)" if folds < n else "")
 
 
 def percent_of_b(c: Comparison) -> float | None:
@@ -319,7 +319,7 @@ def facts(sweep: Sweep) -> dict[str, str]:
     faults = [run.config["fault.name"] for run in sweep.runs if run.config["fault.name"] != "none"]
     found = {
         "runs": f"{len(sweep.runs)} planned: {tally([run.state for run in sweep.runs])}",
-        "settings": f"{len(sweep.settings)}, in {len(sweep.parts)} part{'s' * (len(sweep.parts) > 1)}",
+        "settings": f"{len(sweep.settings)}, in {len(sweep.parts)} part{'s' if len(sweep.parts) > 1 else ''}",
         "folds": ", ".join(map(str, folds)) or f"none: {held_out}",
         "seeds": ", ".join(map(str, sorted({run.seed for run in sweep.runs}))),
         "every run": " ".join(f"{key}={value}" for key, value in shared.items()),
