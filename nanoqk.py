@@ -5,7 +5,6 @@ then raises KeyboardInterrupt, in the main thread. One thread at a time trains; 
 # ruff: noqa: E402
 
 import importlib
-import os
 import sys
 from collections.abc import Iterable
 from functools import cached_property
@@ -32,7 +31,7 @@ from core.files import expand
 from core.plugins import load_plugins
 from core.process import one_at_a_time, pass_signal_on, printable, raising_one_line, refuse_fork
 from core.record import Metrics
-from core.rundir import read_settings, read_summary, state_of_run
+from core.rundir import read_settings, read_summary, require_run, state_of_run
 from core.schema import ConfigError, require, settings_of
 from data.tokenizer import Tokenizer
 from model.diagnostics import attention_weights
@@ -53,7 +52,7 @@ class Run:
         asked = settings_of(SampleConfig, {"run": str(path), "device": device})
         self.name, self.path = str(expand(path)), expand(path).absolute()  # os.chdir() changes nothing
         self.checkpoint, self.device = checkpoint, resolve_device(asked.device)
-        require(os.path.isfile(self.path / "config.yaml"), f"run={path} holds no run (it has no config.yaml)")
+        require_run(self.path, path)
 
     def __repr__(self) -> str:
         loss, reason = self.summary.get("val/loss_min"), self.summary.get("reason")

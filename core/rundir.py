@@ -343,9 +343,15 @@ def state_of_run(path: Path) -> str:
     return state
 
 
+def require_run(path: Path, asked: str | Path) -> None:
+    """Raise ConfigError where `path`, which the user wrote as `asked`, holds no run."""
+    require(os.path.exists(path), f"run={asked} does not exist")
+    require(os.path.isfile(path / "config.yaml"), f"run={asked} holds no run (it has no config.yaml)")
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """The content of a run's config.yaml. Raises: ConfigError."""
-    require(os.path.isfile(path / "config.yaml"), f"run={path} holds no run (it has no config.yaml)")
+    require_run(path, path)
     told = f"run={path} has a config.yaml that cannot be read"
     try:
         return convert(load_yaml(files.read_config(path)), dict, told)

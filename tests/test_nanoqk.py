@@ -156,6 +156,8 @@ def test_a_strangers_run_raises_what_the_module_says(words: list[str], tmp_path:
     for call in bad:
         with pytest.raises(nanoqk.ConfigError):
             call()
+    with pytest.raises(nanoqk.ConfigError, match="run=nowhere does not exist"):
+        nanoqk.Run("nowhere")
 
 
 def test_threads_take_turns_and_the_process_stays_as_it_was(words: list[str], tmp_path: Path) -> None:

@@ -197,7 +197,9 @@ def is_plain(value: Any) -> bool:
 def with_tokens(origin: Origin) -> Origin:
     """The origin, with a note of rows that are cut. Raises: ConfigError where they are not of its tokenizer."""
     if origin.tokenizer is None:
-        origin.notes.append("has no vocabulary to compare with this run's")
+        origin.notes.append(
+            "has no vocabulary, so that of this run's data is taken (import_checkpoint.py meta= gives it one)"
+        )
         return origin
     V, rows = origin.tokenizer.vocab_size, origin.rows
     require(V <= rows < V + PADDING, f"its embedding has {rows} rows, its tokenizer {V} tokens")
