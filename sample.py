@@ -65,7 +65,7 @@ def sample(config: SampleConfig) -> int:
     torch.set_num_threads(idle_threads(device))
     loaded = load_asked_run(config.run, config.checkpoint, device)
     prompt = default_prompt(loaded.tokenizer) if config.start is None else read_prompt(config.start)
-    clean = on_terminal if sys.stdout is not None and sys.stdout.isatty() else str
+    clean = on_terminal if sys.stdout.isatty() else str
     show = (lambda piece: print(clean(piece), end="", flush=True)) if config.stream else None
     for i, text in enumerate(continuations(config, loaded, prompt, dtype, show)):
         print("" if show and i == 0 else clean(text))

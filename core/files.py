@@ -314,6 +314,18 @@ def is_locked(file: Path) -> bool:
     return False
 
 
+@contextmanager
+def folder_locked(folder: Path) -> Iterator[None]:
+    """Wait for the process that has the folder locked, and lock it; nothing where the file system has no locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def flock(descriptor: int, how: int) -> bool:
     """Lock an open file without waiting. False if another process holds it."""
     with suppress(BlockingIOError):

@@ -91,19 +91,32 @@ def interrupt_kept() -> Iterator[None]:
 def guarded(run: Callable[[], int]) -> int:
     """The exit status of run(): 2 a bad setting, 1 a failure, 130 Ctrl-C. A bad setting, an OSError and a lack of
     memory get one line; other failures their traceback. What standard error cannot take is lost."""
+    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
-    errors: Any = sys.stderr and Lossy(sys.stderr)  # None where the shell closed it
+    errors: Any = Lossy(sys.stderr)
     with contextlib.redirect_stderr(errors):
         return status_of(run)
+
+
+def open_closed_streams() -> None:
+    """Let the output that the shell closed (>&-) lead nowhere. Else the next file that is opened gets its number, and
+    what a library prints. sys.stdin stays None."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # which takes the lowest free number
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def status_of(run: Callable[[], int]) -> int:
     status = 0
     try:
         status = run()
-        if sys.stdout is not None:  # None where the shell closed it
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
     except ConfigError as error:
         return refuse(str(error))

@@ -241,6 +241,9 @@ def check_usable(request: RunRequest) -> None:
         existing = existing.parent
     require(existing.is_dir(), f"out_dir={path} cannot be made: {existing} is not a directory")
     require(os.access(existing, os.W_OK | os.X_OK), f"out_dir={path} is not writable")
+    if request.fresh and existing == path:
+        require(path.name != "", f"out_dir={path} cannot be moved aside for fresh=true")
+        require(os.access(path.parent, os.W_OK | os.X_OK), f"out_dir={path}: fresh=true cannot move it in its folder")
     held = set(os.listdir(path)) if existing == path else set()
     for name in FOLDERS.keys() & held:
         raise ConfigError(f"out_dir={path} holds {FOLDERS[name]}: write another out_dir")
@@ -269,7 +272,6 @@ def in_use(path: Path) -> ConfigError:
 
 def start_afresh(path: Path, lock: FileLock) -> FileLock:
     """Move the locked run aside to `path`.old-N, and lock a new directory."""
-    require(path.name != "", f"out_dir={path} cannot be moved aside for fresh=true")
     n = 1
     while (aside := path.with_name(f"{path.name}.old-{n}")).exists():
         n += 1

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from core.files import LINES_BYTES, ROOT, FileLock, open_regular, read_json, read_regular
-from core.process import start_bound
+from core.process import open_closed_streams, start_bound
 from core.record import Metrics, line_at
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
@@ -286,6 +286,7 @@ if __name__ == "__main__":
     if command == "follow":
         follow(Path(words[0]), words[1])
     unsent = False
+    open_closed_streams()
     for folder in map(Path, words if command == "send" else []):
         if (folder / "wandb" / "job.json").is_file():
             unsent |= start(folder, "send", stdin=subprocess.DEVNULL, stdout=sys.stdout.fileno()).wait() != 0

@@ -273,6 +273,8 @@ class Documents:
                 self.source["revision"] = HfApi().dataset_info(config.dataset, expand=["sha"], timeout=10).sha
             path, where = config.dataset, {"revision": self.source.get("revision")}
             kinds, parts = {kind_of(file) for file in files}, dict[str, list[str]]()
+            pattern = next((name for name in (str(folder), *files) if kinds and re.search(r"[*?[]|::", name)), None)
+            require(pattern is None, f"{pattern} has *, ?, [ or ::, which reads as a pattern: rename it")
             if kinds:  # not what a file of the folder names, which lies anywhere
                 (kind,), found = kinds, datasets.data_files.get_data_patterns(str(folder))
                 every = datasets.data_files.DataFilesDict.from_patterns(found, base_path=str(folder))

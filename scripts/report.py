@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from core.cli import run_script
-from core.files import expand, finish_replacing, read_json, readable_json, replace_files, write_atomic
+from core.files import expand, finish_replacing, folder_locked, read_json, readable_json, replace_files, write_atomic
 from core.process import say
 from core.schema import NOT_EMPTY, ConfigError, Help, Rule, Writable, one_line, options, require
 from scripts.reporting.charts import svg
@@ -85,14 +85,16 @@ def files_of(out: Path) -> set[str]:
 def write_files(out: Path, files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
     """Write the files and provenance.json; delete those of the report before that are no longer part of it. Raises:
     ConfigError where they would replace files of another origin."""
-    finish_replacing(out)
-    ours = {"sha256", "drawn"} <= read_json(out / "provenance.json").keys()
-    other = [] if ours else [name for name in (*files, "provenance.json") if os.path.lexists(out / name)]
-    require(not other, f"out={out} has {', '.join(other)}, which no report wrote: write another out=")
-    before = files_of(out)
-    replace_files(out, {**files, "provenance.json": readable_json(about)})
-    for name in before - set(files):
-        (out / name).unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    with folder_locked(out):
+        finish_replacing(out)
+        ours = {"sha256", "drawn"} <= read_json(out / "provenance.json").keys()
+        other = [] if ours else [name for name in (*files, "provenance.json") if os.path.lexists(out / name)]
+        require(not other, f"out={out} has {', '.join(other)}, which no report wrote: write another out=")
+        before = files_of(out)
+        replace_files(out, {**files, "provenance.json": readable_json(about)})
+        for name in before - set(files):
+            (out / name).unlink(missing_ok=True)
 
 
 def refuse_to_drop_runs(sweep: Sweep, out: Path) -> None:

@@ -592,7 +592,11 @@ def test_closed_pipes_no_temporary_folder_bad_settings_and_bytes_for_a_prompt_en
     words = shlex.join([sys.executable, str(ROOT / "train.py"), *TEXT.split(), *TINY, "max_iters=2"])
     sample_py = shlex.join([sys.executable, str(ROOT / "sample.py"), "run=run", "start=-", "max_new_tokens=2"])
     report_py = shlex.join([sys.executable, str(ROOT / "scripts" / "report.py"), "run=run"])
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.txt").write_text("a text of some words " * 20)
+    prepare_py = [sys.executable, str(ROOT / "data" / "prepare_fineweb.py"), "dataset=texts", "tokenizer=bpe"]
     lines = {
+        f"{shlex.join(prepare_py)} vocab_size=258 workers=1 out=shards <&- 2>&-": 0,
         f"{words} out_dir=run >&- 2>&-": 0,
         f"TMPDIR=/nowhere {words} -m seed=1,2 >&-": 0,
         f"{words} seed=-1": 2,

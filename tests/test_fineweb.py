@@ -485,6 +485,17 @@ def write_rows(file: Path, *texts: Any) -> None:
     file.write_bytes(gzip.compress(said.encode()) if file.suffix == ".gz" else said.encode())
 
 
+@pytest.mark.parametrize("place", ["rows/a[1].parquet", "rows/a*.jsonl", "rows/a.jsonl::b.jsonl", "r[o]ws/a.json"])
+def test_a_name_that_reads_as_a_pattern_is_refused(place: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / place, "of this file")
+    (tmp_path / "rows").mkdir(exist_ok=True)
+    write_rows(tmp_path / "rows" / f"a1{Path(place).suffix}", "of another one")
+    with pytest.raises(
+        ConfigError, match=r"cannot be loaded: .* has \*, \?, \[ or ::, which reads as a pattern: rename it"
+    ):
+        prepare(settings_of(((tmp_path / place).parent, []), tmp_path / "out"))
+
+
 def test_texts_that_could_be_dates_or_numbers_stay_texts(tmp_path: Path) -> None:
     texts = {f"a{i}.jsonl": [f"line {i}\n" * (3 + i % 5) + str(i)] for i in range(140)}
     texts |= {"b.jsonl": ["2020-01-02T03:04:05Z", "2020-01-02"], "c.json": ["007", "1e5"], "d.jsonl.gz": ["1.50"]}

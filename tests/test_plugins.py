@@ -806,13 +806,18 @@ def test_a_recipe_of_ones_own_is_listed_swept_or_refused_in_a_line(recipe: Path,
         refused = forked(*words, status=2).stderr.splitlines()[-1]
         assert refused.startswith("error: optim=noisy: Noisy.state: n of a parameter of shape (5, 4) is 3")
         assert not (recipe / "o").exists() and not (recipe / "runs").exists()
-    later = "super().step(); self.n = getattr(self, 'n', 0) + 1  # acts on the weights at iteration 1,000"
-    (recipe / "recipe.py").write_text(RECIPE.replace("super().step()", later, 1))
-    refused = forked("train.py", *tiny, "optim=noisy", "out_dir=o", status=2).stderr
-    assert (
-        refused.startswith("error: optim=noisy counts in self.n, which no checkpoint has: all that")
-        and not (recipe / "o").exists()
-    )
+    for later, said in (  # each acts on the weights at iteration 1,000
+        ("self.n = getattr(self, 'n', 0) + 1", "optim=noisy counts in self.n, which no checkpoint has: all that"),
+        ("self.n = [*getattr(self, 'n', []), 1]", "optim=noisy counts in self.n, which"),
+        (
+            "g = self.param_groups[0]; g['k'] = g.get('k', 0) + 1",
+            "optim=noisy counts in self.param_groups[0]['k'], which",
+        ),
+        ("self.state['all'] = {'n': 1}", "optim=noisy: Noisy.state has ['all'], which is no parameter"),
+    ):
+        (recipe / "recipe.py").write_text(RECIPE.replace("super().step()", f"super().step(); {later}", 1))
+        refused = forked("train.py", *tiny, "optim=noisy", "out_dir=o", status=2).stderr
+        assert refused.startswith(f"error: {said}") and not (recipe / "o").exists(), refused
     (recipe / "recipe.py").write_text(RECIPE)
     optims = [run.config.optim for run in plan_runs(load_sweep("recipes.yaml", {}), [])]
     found = {(optim.name, optim.learning_rate) for optim in optims}

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
@@ -85,6 +86,18 @@ def test_figures_that_are_gone_go_and_other_files_stay(tmp_path: Path) -> None:
         report.write_files(tmp_path, dict.fromkeys(names, b"x"), {"sha256": {}, "drawn": [*names]})
         (tmp_path / "notes.md").write_text("mine")
     assert {path.name for path in tmp_path.iterdir()} == {"loss_a.svg", "notes.md", "provenance.json"}
+
+
+def test_of_two_writers_at_once_the_last_one_counts(tmp_path: Path) -> None:
+    names = ("runs.csv", "table.md")
+
+    def write(by: str) -> None:
+        for _ in range(50):
+            report.write_files(tmp_path, dict.fromkeys(names, by.encode()), {"sha256": {}, "drawn": []})
+
+    with ThreadPoolExecutor(2) as writers:
+        assert [*writers.map(write, "ab")] == [None, None]
+    assert len({(tmp_path / name).read_bytes() for name in names}) == 1 and len([*tmp_path.iterdir()]) == 3
 
 
 @pytest.mark.parametrize("name", ["runs.csv", "curves.csv.gz", "provenance.json"])

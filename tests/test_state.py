@@ -53,6 +53,8 @@ def test_a_state_of_an_earlier_version_loses_nothing(file: Path) -> None:
         ({"seconds": "a"}, "state.json: seconds=a must be a number"),
         ({"train_seconds": -1.0}, "state.json: train_seconds=-1.0 must be a finite number >= 0"),
         ({"lowest": [1.0]}, "state.json: lowest=[1.0] must be a list of 2 numbers"),
+        ({"lowest": [1.0, -7]}, "state.json: lowest=(1.0, -7) must be a finite loss, and its iteration"),
+        ({"threads": -5}, "state.json: threads=-5 must be >= 1"),
         ({"ranks": "two"}, "state.json: ranks=two must be an integer or null"),
         ({"config": []}, "state.json: config=[] must be a group"),
         ({"plugins": {"my_norm": 3}}, "state.json: plugins={'my_norm': 3} must hold text"),
@@ -116,6 +118,12 @@ def test_a_refusal_by_settings_reads_no_text(corpus: Path, tmp_path: Path, monke
     monkeypatch.setattr(session, "load_corpus", never)
     with pytest.raises(ConfigError, match="holds a run with other settings: seed 1337 -> 5"):
         train.run(replace(config, seed=5))
+    with pytest.raises(ConfigError, match="out_dir=. cannot be moved aside for fresh=true"):
+        monkeypatch.chdir(tmp_path / "run")
+        train.run(replace(config, out_dir=".", fresh=True))
+    (tmp_path / "run" / "status.json").unlink()  # so it has not ended
+    with pytest.raises(ConfigError, match=f"max_iters=1 must be >= {config.max_iters}, the iteration that .*run has"):
+        train.run(replace(config, max_iters=1))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="neither empty nor a run directory"):

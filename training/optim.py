@@ -242,6 +242,8 @@ class Optimizer:
         NAME[first row:last + 1]. Raises: ConfigError for what a checkpoint cannot hold."""
         found = {}
         for one, named in self.owned:
+            stray = [key for key in one.state if not isinstance(key, Tensor)]
+            require(not stray, f"{type(one).__name__}.state has {stray}, which is no parameter")
             for name, p in named.items():
                 for key, value in one.state[p].items():
                     told = misfit(one, key, value, p)
@@ -320,7 +322,7 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
             optimizer = Optimizer(model.to(device), config)
             for step in range(5):
                 update(model, optimizer, step)
-            before = [attributes(one) for one, _ in optimizer.owned]
+            before = attributes(optimizer)
             resumed = copy.deepcopy(model)
             reloaded = Optimizer(resumed, config)
             reloaded.load(optimizer.tensors())
@@ -332,14 +334,18 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
     rule = "all that it remembers must stand in self.state[p], as tensors"
     same = all(map(torch.equal, model.parameters(), resumed.parameters()))
     require(same, f"{told} does not resume bit for bit: {rule}")
-    after = [attributes(one) for one, _ in optimizer.owned]
-    changed = [name for one, then in zip(after, before, strict=True) for name in one if one[name] != then.get(name)]
+    changed = [name for name, value in attributes(optimizer).items() if value != before.get(name)]
     require(not changed, f"{told} counts in self.{', self.'.join(changed)}, which no checkpoint has: {rule}")
 
 
-def attributes(optimizer: Any) -> dict[str, str]:
-    """The numbers and texts that an optimizer has beside its state."""
-    return {name: repr(value) for name, value in vars(optimizer).items() if isinstance(value, int | float | str)}
+def attributes(optimizer: Optimizer) -> dict[str, str]:
+    """What a plugin's optimizer has beside its state: its own attributes, and what its groups hold but the rate."""
+    found: dict[str, str] = {}
+    for one in (one for one, _ in optimizer.owned if type(one) not in OURS):
+        found |= {name: repr(value) for name, value in vars(one).items() if name not in ("state", "param_groups")}
+        for n, group in enumerate(one.param_groups):
+            found |= {f"param_groups[{n}][{k!r}]": repr(v) for k, v in group.items() if k not in ("params", "lr")}
+    return found
 
 
 def optimizer_bytes(model: nn.Module, config: TrainConfig) -> int:

@@ -70,7 +70,19 @@ def look(config: TrainConfig, world: World) -> bool:
     open_run_dir() would."""
     if world.rank == 0:
         say_if_begun_before(config)
-    return said_by_rank_0(world, lambda: rundir.look(run_request(config)))
+    return said_by_rank_0(world, lambda: has_ended(config))
+
+
+def has_ended(config: TrainConfig) -> bool:
+    ended = rundir.look(run_request(config))
+    if not ended:
+        require_within(config, saved_state(config).get("step", 0))
+    return ended
+
+
+def require_within(config: TrainConfig, step: int) -> None:
+    told = f"must be >= {step}, the iteration that {config.run_dir} has reached"
+    require(step <= config.max_iters, f"max_iters={config.max_iters} {told}")
 
 
 def open_run_dir(config: TrainConfig, world: World) -> RunDir:
@@ -148,10 +160,7 @@ def check_resumable(session: Session, run_dir: RunDir, saved: RunState) -> None:
         saved.tokenizer == session.data.corpus.tokenizer.to_dict(),
         f"data={config.data.name} has other tokens here than {path} was begun with; fresh=true starts it anew",
     )
-    require(
-        saved.step <= config.max_iters,
-        f"max_iters={config.max_iters} must be >= {saved.step}, the iteration that {path} has reached",
-    )
+    require_within(config, saved.step)
     pairs = {key: (getattr(then, key), getattr(here, key)) for key in DECIDES_BITS}
     if changed := [f"{key} {old} -> {new}" for key, (old, new) in pairs.items() if old is not None and old != new]:
         run_dir.log(f"warning: {', '.join(changed)}: the rest of the run will not be equal bit for bit")

@@ -125,6 +125,10 @@ class RunState:
         for key, found in named.items():
             texts = found.values() if isinstance(found, dict) else found
             require(all(isinstance(text, str) for text in texts), f"{file}: {key}={show(found)} must hold text")
+        least = [f"{key}={facts[key]}" for key in ("threads", "ranks") if facts[key] is not None and facts[key] < 1]
+        require(not least, f"{file}: {', '.join(least)} must be >= 1")
+        reached = lowest is None or (math.isfinite(lowest[0]) and lowest[1] >= 0)
+        require(reached, f"{file}: lowest={lowest} must be a finite loss, and its iteration")
         seconds = {key: read(key, float, 0.0) for key in ("seconds", "train_seconds")}
         for key, value in seconds.items():
             require(0 <= value < 1e10, f"{file}: {key}={value} must be a finite number >= 0 and < 1e10")
