@@ -124,13 +124,13 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
         for step in steps:
             # Evaluate and save the model after `step` updates. Both raise Diverged, as does meter.read().
             line: dict[str, Any] = {"iter": step}  # what metrics.jsonl gets of this iteration
-            last = step == config.max_iters
             # the checkpoint knows whether one was due at its step: eval_interval may have changed since
             due = step % config.eval_interval == 0 or (step == run.start and run.evaluation_due)
-            if last or (due and not stop.agreed):  # a stop saves at once: what is due is evaluated after a resume
-                line |= evaluate(run, step, None if last else stop)
-            evaluates, ends = "val/loss" in line, last or stop.agreed
-            if evaluates:
+            # a stop saves at once, but at the end: what is due is evaluated after a resume
+            if step == config.max_iters or (due and not stop.agreed):
+                line |= evaluate(run, step, None if step == config.max_iters else stop)
+            ends = step == config.max_iters or stop.agreed
+            if "val/loss" in line:
                 lowest.update(step, line["val/loss"], extra=not due)  # extra: a longer run would not make it
             if lowest.step == step or ends or (step % config.checkpoint_interval == 0 and step > run.start):
                 run.save(line, due)
@@ -138,7 +138,7 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
                 break
 
             # One update. Its random numbers follow from (seed, step, rank): there is no generator to save.
-            old_weights = copied_weights(model) if evaluates else {}
+            old_weights = copied_weights(model) if "val/loss" in line else {}
             meter.start()  # copying is not timed
             seed_generator(seed_of_update(config.seed, step, machine.world.rank), machine.device)
             line["lr"] = learning_rate(step, config)
@@ -152,7 +152,7 @@ def train(run: Run, stop: dist.AgreedStop) -> dict[str, Any]:
 
             # Read the losses and norms since the last read (a wait): at log lines, and where the next pass evaluates or
             # saves, so that nothing is saved after an update that was not finite.
-            logs = evaluates or step % config.log_interval == 0
+            logs = "val/loss" in line or step % config.log_interval == 0
             if logs or stop.agreed or evaluates_or_saves(step + 1, config):
                 line |= meter.read(line)  # Diverged shows the line
             if logs:
