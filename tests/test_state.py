@@ -116,8 +116,9 @@ def test_a_refusal_by_settings_reads_no_text(corpus: Path, tmp_path: Path, monke
     config = configured(corpus, tmp_path / "run")
     assert train.run(config) == 0
     monkeypatch.setattr(session, "load_corpus", never)
-    with pytest.raises(ConfigError, match="holds a run with other settings: seed 1337 -> 5"):
-        train.run(replace(config, seed=5))
+    for dry_run in (False, True):
+        with pytest.raises(ConfigError, match="holds a run with other settings: seed 1337 -> 5"):
+            train.run(replace(config, seed=5, dry_run=dry_run))
     with pytest.raises(ConfigError, match="out_dir=. cannot be moved aside for fresh=true"):
         monkeypatch.chdir(tmp_path / "run")
         train.run(replace(config, out_dir=".", fresh=True))

@@ -14,7 +14,7 @@ from model.gpt import GPT
 from training.config import TrainConfig, to_yaml
 from training.init_from import load_initial_weights
 from training.optim import Optimizer, check_optimizer, optimizer_bytes
-from training.resume import refuse_other_run
+from training.resume import has_ended, refuse_other_text
 from training.schedule import n_evaluations
 from training.session import Data, Machine, Session, checked_meta_model, read_data, set_up_machine
 from training.updates import accumulate_gradients, rows_at_once, step_optimizer
@@ -32,8 +32,9 @@ class Cost(NamedTuple):
 def dry_run(config: TrainConfig) -> int:
     """Print the settings and what the run would be. Returns the exit status. Raises: ConfigError where it would not
     start, or its directory holds another run."""
+    has_ended(config)  # refuses a run of other settings before a text is read
     machine, data = require_startable(config)
-    refuse_other_run(config, data.corpus.sha256)
+    refuse_other_text(config, data.corpus.sha256)
     if machine.world.rank == 0:
         print(to_yaml(config), end="")
         for key, value in report(config, machine, data).items():

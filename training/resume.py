@@ -74,6 +74,7 @@ def look(config: TrainConfig, world: World) -> bool:
 
 
 def has_ended(config: TrainConfig) -> bool:
+    """look(), for one rank."""
     ended = rundir.look(run_request(config))
     if not ended:
         require_within(config, saved_state(config).get("step", 0))
@@ -214,10 +215,8 @@ def find_damage(path: Path) -> str:
     return ""
 
 
-def refuse_other_run(config: TrainConfig, here: str) -> None:
-    """Raise ConfigError where a start would: for its directory, or a run in it of other settings or of another text
-    than that of SHA-256 `here`."""
-    rundir.look(run_request(config))
+def refuse_other_text(config: TrainConfig, here: str) -> None:
+    """Raise ConfigError where the directory holds a run of another text than that of SHA-256 `here`."""
     saved = {} if config.fresh else read_summary(config.run_dir) | saved_state(config)
     require_same_text(config, config.run_dir, here, saved.get("corpus_sha256") or here)
 
